@@ -1,0 +1,42 @@
+# Needs Python 3.11 or later, make and bash. `make PYTHON=python3.12 setup` picks the interpreter.
+SHELL := bash
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+# One thread for each of the two test workers, so that they do not fight over two cores.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## a virtual environment in .venv with the package and its tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "relaylm needs Python 3.11 or later, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 setup")'
+	@test -x $(BIN)/python || { echo "Creating .venv"; $(PYTHON) -m venv .venv; }
+	@echo "Installing relaylm and its dependencies into .venv (minutes the first time, torch is large)"
+	@set -o pipefail; PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
+		-c constraints.txt -e ".[dev,report]" | { while read -r _; do printf .; done; echo; }
+	@touch $@
+	@echo "Ready: $(BIN)/relaylm --help"
+
+demo: setup ## the denoisers taking turns, in the terminal
+	$(BIN)/relaylm demo
+
+lint: setup ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint ## style, types and the quick tests
+	$(PYTEST)
+
+test-all: lint ## the same with the slow tests
+	$(PYTEST) -m ""
+
+clean: ## remove .venv, caches and build outputs
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find relaylm tests -name __pycache__ -type d -prune -exec rm -rf {} +

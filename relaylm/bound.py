@@ -1,0 +1,175 @@
+r"""How well a model predicts held-out text: a likelihood bound, with its interval.
+
+**Denoisers.** The continuous-time bound on -log p(x) of one row is
+
+    L(x) = E_t E_z  w(t)  sum_{masked l} -log p_theta(x_l | z_t, t),        t ~ U(0, 1).
+
+Give each position a u_l ~ U(0, 1), and let the row be masked where u_l <= t. Under the weight w(t) = 1/t the number of
+masked positions m is then uniform on 1..L, and given m the time has the law of the m-th smallest u (a Beta(m, L-m+1)):
+the integral of C(L, m) t^(m-1) (1-t)^(L-m) is 1/m. So, exactly,
+
+    L(x) = L * E_{m ~ U{1..L}}  mean over the m masked positions of  -log p_theta(x_l | z_t, t = u_(m)).
+
+This is the same number with a far smaller variance: weights of 1/t are gone, and with them the need to cut t off near 0,
+which would make the bound too good. The m of a row's draws are stratified (antithetic), rows are independent; the 95%
+interval is over rows.
+
+**Causal models** (judges): the mean of -log p(x_l | x_<l) over all positions but the first, which they are given.
+
+Everything is in bits for one symbol (token); perplexity is 2^bits.
+
+Shapes: N rows, B of them in a call, L positions, M scored positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from relaylm.errors import UserError
+from relaylm.plan import uniforms
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Bits for one symbol and their 95% interval over rows."""
+
+    bits: float
+    low: float
+    high: float
+    rows: int
+    symbols: int  # scored, each counted once
+    draws: int  # times drawn for each row; 1 for a causal model
+
+    @property
+    def perplexity(self) -> float:
+        return 2.0**self.bits
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "perplexity": self.perplexity, "perplexity_interval": [2.0**self.low, 2.0**self.high]}
+
+
+def spread_rows(tokens_N: np.ndarray, length: int, rows: int | None = None) -> np.ndarray:
+    """Rows of `length` tokens, spread evenly over a text and not overlapping; all that fit if `rows` is None."""
+    fit = len(tokens_N) // length
+    if fit < 1:
+        raise UserError(f"the text has {len(tokens_N)} tokens, less than one row of {length}")
+    count = fit if rows is None else max(1, min(rows, fit))
+    starts = (np.arange(count) * fit // count) * length
+    return np.asarray(tokens_N[starts[:, None] + np.arange(length)]).astype(np.int64)
+
+
+def bound(
+    denoiser: Any,
+    tokens_NL: np.ndarray,
+    *,
+    mask_id: int | None = None,
+    real_N: np.ndarray | None = None,
+    draws: int = 4,
+    seed: int = 0,
+    batch_size: int | None = None,
+    device: torch.device | str | None = None,
+    precision: str = "fp32",
+) -> Bound:
+    """The likelihood bound of one denoiser on rows of tokens. `real_N` is how many positions of each row count (padding
+    does not); `precision="bf16"` runs the network under autocast."""
+    if draws < 1:
+        raise UserError(f"the number of draws must be at least 1, not {draws}")
+    mask = denoiser.mask_id if mask_id is None else mask_id
+    where = torch.device(device or getattr(denoiser, "device", "cpu"))
+    n, length = tokens_NL.shape
+    rows_N = np.arange(n)
+    shift_N = uniforms(seed, rows_N, 1, draw=draws)[:, 0]
+    total_N = np.zeros(n)
+    for start, stop in _batches(n, length, batch_size, denoiser):
+        tokens_BL = torch.from_numpy(tokens_NL[start:stop].astype(np.int64)).to(where)
+        scored_BL = _real(tokens_BL, None if real_N is None else real_N[start:stop])
+        for draw in range(draws):
+            u_BL = uniforms(seed, rows_N[start:stop], length, draw)
+            m_B = np.ceil((draw + shift_N[start:stop]) / draws * length).clip(1, length).astype(np.int64)
+            t_B = np.take_along_axis(np.sort(u_BL, axis=1), m_B[:, None] - 1, axis=1)
+            masked_BL = torch.from_numpy(u_BL <= t_B).to(where)
+            noisy_BL = torch.where(masked_BL, mask, tokens_BL)
+            time_B = torch.from_numpy(t_B[:, 0].astype(np.float32)).to(where)
+            index_M = (masked_BL & scored_BL).reshape(-1).nonzero()[:, 0]
+            nll_M = _nll_at(denoiser, noisy_BL, time_B, tokens_BL, index_M, mask, precision)
+            sums_B = torch.zeros(stop - start, dtype=torch.float64, device=where)
+            sums_B.index_add_(0, index_M // length, nll_M)
+            total_N[start:stop] += sums_B.cpu().numpy() * (length / m_B) / draws
+    return _interval(total_N, np.full(n, length) if real_N is None else real_N, draws)
+
+
+def causal_bound(
+    model: Any,
+    tokens_NL: np.ndarray,
+    *,
+    real_N: np.ndarray | None = None,
+    batch_size: int | None = None,
+    device: torch.device | str | None = None,
+    precision: str = "fp32",
+) -> Bound:
+    """Bits for one symbol under a left-to-right model, the first symbol of each row given."""
+    where = torch.device(device or getattr(model, "device", "cpu"))
+    n, length = tokens_NL.shape
+    total_N = np.zeros(n)
+    for start, stop in _batches(n, length, batch_size, model):
+        tokens_BL = torch.from_numpy(tokens_NL[start:stop].astype(np.int64)).to(where)
+        scored_BL = _real(tokens_BL, None if real_N is None else real_N[start:stop])[:, 1:]
+        time_B = torch.ones(stop - start, device=where)
+        with torch.no_grad(), _autocast(where, precision):
+            logits_BLV = model.logits(tokens_BL, time_B)[:, :-1]
+        nll_BL = F.cross_entropy(logits_BLV.float().transpose(1, 2), tokens_BL[:, 1:], reduction="none").double()
+        total_N[start:stop] = (nll_BL * scored_BL).sum(dim=1).cpu().numpy()
+    return _interval(total_N, (np.full(n, length) if real_N is None else real_N) - 1, 1)
+
+
+def _nll_at(
+    denoiser: Any, noisy_BL: Tensor, time_B: Tensor, tokens_BL: Tensor, index_M: Tensor, mask: int, precision: str
+) -> Tensor:
+    """-log p of the true token at flat positions, float64; the mask itself has no probability."""
+    length = tokens_BL.shape[1]
+    with torch.no_grad(), _autocast(tokens_BL.device, precision):
+        if hasattr(denoiser, "hidden_at") and hasattr(denoiser, "head"):  # the head where it is needed only
+            x_BLD = denoiser.hidden_at(noisy_BL, time_B, None)
+            logits_MV = denoiser.head(x_BLD.flatten(0, 1)[index_M], time_B[index_M // length])
+        else:
+            logits_MV = denoiser.logits(noisy_BL, time_B).flatten(0, 1)[index_M]
+    logits_MV = logits_MV.to(torch.float64 if logits_MV.dtype == torch.float64 else torch.float32)
+    if mask < logits_MV.shape[-1]:
+        logits_MV = logits_MV.index_fill(-1, torch.tensor([mask], device=logits_MV.device), -torch.inf)
+    return F.cross_entropy(logits_MV, tokens_BL.reshape(-1)[index_M], reduction="none").double()
+
+
+def _batches(n: int, length: int, batch_size: int | None, model: Any) -> list[tuple[int, int]]:
+    """Slices of rows whose logits take at most about a gigabyte."""
+    if batch_size is None:
+        cells = length * max(int(getattr(model, "vocab_size", 32)), 256)
+        batch_size = max(1, min(128, 2**28 // cells))
+    return [(start, min(n, start + batch_size)) for start in range(0, n, batch_size)]
+
+
+def _real(tokens_BL: Tensor, real_B: np.ndarray | None) -> Tensor:
+    if real_B is None:
+        return torch.ones_like(tokens_BL, dtype=torch.bool)
+    real = torch.from_numpy(np.asarray(real_B).astype(np.int64)).to(tokens_BL.device)
+    return torch.arange(tokens_BL.shape[1], device=tokens_BL.device) < real[:, None]
+
+
+def _autocast(device: torch.device, precision: str) -> torch.autocast:
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+def _interval(nats_N: np.ndarray, symbols_N: np.ndarray, draws: int) -> Bound:
+    """Total over total (rows may differ in length), and the ratio's standard error."""
+    symbols = int(symbols_N.sum())
+    mean = nats_N.sum() / symbols
+    n = len(nats_N)
+    spread = math.sqrt(((nats_N - mean * symbols_N) ** 2).sum() / (n - 1) * n) / symbols if n > 1 else math.inf
+    bits, margin = mean / math.log(2), 1.96 * spread / math.log(2)
+    return Bound(float(bits), float(bits - margin), float(bits + margin), n, symbols, draws)

@@ -1,0 +1,266 @@
+r"""SMDM (nieshen/SMDM): thirty sizes of one masked diffusion model, as safetensors without a configuration.
+
+A LLaMA-like Transformer made bidirectional: pre-norm RMSNorm (eps 1e-5), rotary positions over the whole head
+(half-split, base 10000, cosines and sines rounded to bfloat16 as the published code does), SwiGLU, no biases, untied
+output, no time input. For a row of tokens x_L, with e the width and r(x) = x / sqrt(mean(x^2) + 1e-5):
+
+    h = wte[x]
+    for each block:  q, k, v = attn(r(h) n1);   h += proj(softmax(rot(q) rot(k)^T / sqrt(head)) v)
+                     h += w3(silu(w1 y) * w2 y),   y = r(h) n2
+    logits = lm_head(r(h) n_f)
+
+Traps: the rows of `attn.attn` go head by head, [q_1, k_1, v_1, q_2, ...]; the embedding has one row more than the
+output, the mask, which has no logit (a column of -inf stands for it here, so that every network gives V logits); the
+number of heads is in no tensor and comes from the table of published sizes.
+
+Shapes: B rows, L positions, K positions asked for, D width, H heads, F hidden width of the MLP, V vocabulary with the
+mask.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from relaylm.convert import mdlm
+from relaylm.convert.tensors import Found, Lazy, Options, Shapes, check, count, dtype_name, from_safetensors
+from relaylm.denoiser import rotate
+from relaylm.errors import UserError
+
+LENGTH = 2048
+MARK = "transformer.h.0.attn.attn.weight"
+
+# The published sizes, in millions of parameters: (blocks, heads, width, hidden width of the MLP).
+SIZES = {
+    6: (6, 4, 256, 1024), 19: (8, 6, 384, 1536), 34: (8, 8, 512, 2048), 48: (9, 9, 576, 2304),
+    66: (10, 10, 640, 2560), 85: (13, 10, 640, 2560), 75: (16, 8, 640, 1600), 113: (12, 12, 768, 3072),
+    142: (15, 12, 768, 3072), 170: (18, 12, 768, 3072), 180: (14, 14, 896, 3584), 206: (16, 14, 896, 3584),
+    231: (18, 14, 896, 3584), 268: (16, 16, 1024, 4096), 302: (18, 16, 1024, 4096), 336: (20, 16, 1024, 4096),
+    472: (18, 10, 1280, 5120), 551: (21, 10, 1280, 5120), 571: (18, 11, 1408, 5632), 629: (24, 10, 1280, 5120),
+    666: (21, 11, 1408, 5632), 717: (19, 12, 1536, 6144), 761: (24, 11, 1408, 5632), 831: (22, 12, 1536, 6144),
+    944: (25, 12, 1536, 6144), 1028: (20, 14, 1792, 7168), 1233: (24, 14, 1792, 7168), 1476: (22, 16, 2048, 8192),
+    1678: (25, 16, 2048, 8192), 2121: (28, 17, 2176, 8704),
+}  # fmt: skip
+_HEADS = {(blocks, width, hidden): heads for blocks, heads, width, hidden in SIZES.values()}
+
+
+@dataclass(frozen=True)
+class Size:
+    depth: int
+    heads: int
+    width: int
+    hidden: int
+    symbols: int = 32_000  # without the mask
+    length: int = LENGTH
+
+    @classmethod
+    def published(cls, millions: int) -> Size:
+        if millions not in SIZES:
+            raise UserError(f"SMDM has no size of {millions}M: the sizes are {', '.join(map(str, sorted(SIZES)))}")
+        return cls(*SIZES[millions])
+
+
+def layout(size: Size) -> Shapes:
+    """Names and shapes of the published file."""
+    e, f = size.width, size.hidden
+    shapes: Shapes = {"lm_head.weight": (size.symbols, e), "transformer.wte.weight": (size.symbols + 1, e)}
+    for i in range(size.depth):
+        p = f"transformer.h.{i}."
+        shapes |= {
+            p + "norm_1.weight": (e,),
+            p + "attn.attn.weight": (3 * e, e),
+            p + "attn.proj.weight": (e, e),
+            p + "norm_2.weight": (e,),
+            p + "mlp.swiglu.w1.weight": (f, e),
+            p + "mlp.swiglu.w2.weight": (f, e),
+            p + "mlp.swiglu.w3.weight": (e, f),
+        }
+    return shapes | {"transformer.ln_f.weight": (e,)}
+
+
+def open_file(path: Path, name: str, options: Options) -> Found:
+    tensors = from_safetensors([path]) if path.suffix == ".safetensors" else mdlm._flat(path)
+    tensors = {str(key).removeprefix("_orig_mod."): value for key, value in tensors.items()}
+    size = infer(tensors, options, path)
+    check(tensors, layout(size), path)
+
+    def make(device: torch.device, dtype: torch.dtype | None, fold: bool) -> Smdm:
+        from relaylm.family import _pick_dtype
+
+        chosen = _pick_dtype(dtype, device)
+        wide = torch.float64 if chosen == torch.float64 else torch.float32
+        model = Smdm(size, {key: tensors[key].read().to(wide) for key in layout(size)})
+        return model.to(device) if chosen == wide else model.to(device).cast(chosen)
+
+    return Found(
+        format="smdm",
+        name=name,
+        vocab_size=size.symbols + 1,
+        mask_id=size.symbols,
+        length=size.length,
+        depth=size.depth,
+        width=size.width,
+        heads=size.heads,
+        parameters=count(layout(size)),
+        bytes=sum(lazy.bytes for lazy in tensors.values()),
+        dtype=dtype_name(tensors.values()),
+        time_conditioning=False,
+        storable=False,
+        files=[path],
+        build=make,
+    )
+
+
+def infer(tensors: Mapping[str, Any], options: Options, where: Path) -> Size:
+    """The size from the shapes; the heads from the table of published sizes."""
+
+    def shape(key: str) -> tuple[int, int]:
+        value = tensors.get(key)
+        if not isinstance(value, Lazy) or len(value.shape) != 2:
+            raise UserError(f"{where}: tensor {key} is missing or not a matrix")
+        return value.shape[0], value.shape[1]
+
+    symbols, width = shape("lm_head.weight")
+    blocks = {int(match.group(1)) for key in tensors if (match := re.match(r"transformer\.h\.(\d+)\.", str(key)))}
+    depth = max(blocks, default=-1) + 1
+    hidden = next((max(shape(key)) for key in tensors if str(key).endswith("mlp.swiglu.w1.weight")), 0)
+    if not depth or not hidden:
+        raise UserError(f"{where}: tensor {MARK} or transformer.h.0.mlp.swiglu.w1.weight is missing: not SMDM's layout")
+    heads = options.heads or _HEADS.get((depth, width, hidden))
+    if heads is None:
+        raise UserError(
+            f"{where}: {depth} blocks of width {width} with MLPs of {hidden} is not a published size of SMDM, so the "
+            f"number of heads is not known: give heads"
+        )
+    if width % (2 * heads):
+        raise UserError(f"{where}: the width ({width}) must be a multiple of twice the heads ({heads})")
+    return Size(depth, heads, width, hidden, symbols, options.length or LENGTH)
+
+
+class _Block(nn.Module):
+    def __init__(self, size: Size, state: Mapping[str, Tensor], prefix: str) -> None:
+        super().__init__()
+        self.heads = size.heads
+        by_head = state[prefix + "attn.attn.weight"].view(size.heads, 3, -1, size.width)
+        self.norm_1 = nn.Parameter(state[prefix + "norm_1.weight"])
+        self.qkv = nn.Parameter(by_head.transpose(0, 1).reshape(3 * size.width, size.width))  # all q, all k, all v
+        self.proj = nn.Parameter(state[prefix + "attn.proj.weight"])
+        self.norm_2 = nn.Parameter(state[prefix + "norm_2.weight"])
+        self.gate = nn.Parameter(state[prefix + "mlp.swiglu.w1.weight"])
+        self.up = nn.Parameter(state[prefix + "mlp.swiglu.w2.weight"])
+        self.down = nn.Parameter(state[prefix + "mlp.swiglu.w3.weight"])
+
+    def _split(self, x_BLX: Tensor, parts: int) -> list[Tensor]:
+        b, length, _ = x_BLX.shape
+        x = x_BLX.view(b, length, parts, self.heads, -1)
+        return [x[:, :, i].transpose(1, 2) for i in range(parts)]
+
+    def forward(self, x_BLD: Tensor, cos_LR: Tensor, sin_LR: Tensor, positions_BK: Tensor | None) -> Tensor:
+        """One block; with positions, keys and values everywhere but the rest only there, (B, K, D)."""
+        width = x_BLD.shape[-1]
+        h = _norm(x_BLD, self.norm_1).to(self.qkv.dtype)
+        if positions_BK is None:
+            q, k, v = self._split(F.linear(h, self.qkv), 3)
+            q = rotate(q, cos_LR, sin_LR)
+        else:
+            h_BKD, x_BLD = _take(h, positions_BK), _take(x_BLD, positions_BK)
+            (q,) = self._split(F.linear(h_BKD, self.qkv[:width]), 1)
+            k, v = self._split(F.linear(h, self.qkv[width:]), 2)
+            q = rotate(q, cos_LR[positions_BK][:, None], sin_LR[positions_BK][:, None])
+        attended = F.scaled_dot_product_attention(q, rotate(k, cos_LR, sin_LR), v)
+        x = x_BLD + F.linear(attended.transpose(1, 2).flatten(2), self.proj)
+        h = _norm(x, self.norm_2).to(self.gate.dtype)
+        return x + F.linear(F.silu(F.linear(h, self.gate)) * F.linear(h, self.up), self.down)
+
+
+class Smdm(nn.Module):
+    """The network, around given tensors. Residual stream, norms and head stay in float32 (float64 in tests); `cast`
+    puts the blocks' matrices in half precision."""
+
+    time_conditioning = False
+
+    def __init__(self, size: Size, state: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.architecture = size
+        self.wte = nn.Parameter(state["transformer.wte.weight"])
+        self.h = nn.ModuleList([_Block(size, state, f"transformer.h.{i}.") for i in range(size.depth)])
+        self.ln_f = nn.Parameter(state["transformer.ln_f.weight"])
+        self.lm_head = nn.Parameter(state["lm_head.weight"])
+        self._rotary: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self.eval().requires_grad_(False)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.architecture.symbols + 1
+
+    @property
+    def mask_id(self) -> int:
+        return self.architecture.symbols
+
+    @property
+    def depth(self) -> int:
+        return self.architecture.depth
+
+    @property
+    def device(self) -> torch.device:
+        return self.wte.device
+
+    def cast(self, dtype: torch.dtype) -> Smdm:
+        for block in self.h:
+            for matrix in (block.qkv, block.proj, block.gate, block.up, block.down):
+                matrix.data = matrix.data.to(dtype)
+        return self
+
+    def flops(self, length: int, positions: int | None = None) -> float:
+        """As `cost.call_flops`, for an MLP of three matrices and an output without the mask."""
+        s = self.architecture
+        block = 2 * length * (4 * s.width**2 + 3 * s.width * s.hidden) + 4 * length**2 * s.width
+        if positions is None:
+            return float(s.depth * block + 2 * length * s.width * s.symbols)
+        last = 4 * length * s.width**2 + 2 * positions * (2 * s.width**2 + 3 * s.width * s.hidden)
+        last += 4 * positions * length * s.width
+        return float((s.depth - 1) * block + last + 2 * positions * s.width * s.symbols)
+
+    def logits(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
+        return self.head(self.hidden_at(tokens_BL, t_B, None))
+
+    def logits_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> Tensor:
+        return self.head(self.hidden_at(tokens_BL, t_B, positions_BK))
+
+    def hidden_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor | None) -> Tensor:
+        x = F.embedding(tokens_BL, self.wte)
+        cos_LR, sin_LR = self.angles(tokens_BL.shape[1])
+        for i, block in enumerate(self.h):
+            x = block(x, cos_LR, sin_LR, positions_BK if i == len(self.h) - 1 else None)
+        return x
+
+    def head(self, x_KD: Tensor, t_B: Tensor | None = None) -> Tensor:
+        logits = F.linear(_norm(x_KD, self.ln_f), self.lm_head)
+        return F.pad(logits, (0, 1), value=-torch.inf)
+
+    def angles(self, length: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (length, head / 2), computed in float32 and rounded to bfloat16 whatever the rest is in."""
+        key = (length, self.wte.device, self.wte.dtype)
+        if key not in self._rotary:
+            head = self.architecture.width // self.architecture.heads
+            frequency = 1.0 / (10_000 ** (torch.arange(0, head, 2, dtype=torch.float32) / head))
+            angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency)
+            cos, sin = (value.bfloat16().to(self.wte.device, self.wte.dtype) for value in (angle.cos(), angle.sin()))
+            self._rotary[key] = (cos, sin)
+        return self._rotary[key]
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    x = x.to(weight.dtype)
+    return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + 1e-5) * weight
+
+
+def _take(x_BLD: Tensor, positions_BK: Tensor) -> Tensor:
+    return x_BLD.gather(1, positions_BK[..., None].expand(-1, -1, x_BLD.shape[-1]))

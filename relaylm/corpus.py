@@ -1,0 +1,627 @@
+r"""Text in, token files out.
+
+A corpus is a folder: `train.bin` and `heldout.bin` (token ids as unsigned integers of the smallest width that holds the
+vocabulary, memory-mapped when read), `manifest.json` (what was read, how it was cut, sha256 of everything) and the
+tokenizer's own files. The *last* `holdout` share of the text is held out and never trained on.
+
+**Packing.** Three rules for turning documents into rows of L tokens:
+
+- `running`: plain text without marks; a row is any window of L tokens.
+- `wrap` (MDLM's rule for OpenWebText): documents are joined, each followed by eos; the stream is cut into chunks of
+  L - 2, and each is wrapped as bos, chunk, eos. What is left over at the end is dropped.
+- `pad` (MDLM's rule for LM1B): one sentence in each row, as bos, sentence, eos (cut to fit), padded to L. Padding is not
+  scored: `train.rows` and `heldout.rows` hold the number of real tokens of each row.
+
+In a plain file documents are separated by blank lines, and sentences (for `pad`) by line ends; in a .jsonl file each line
+is one document. Nothing is held in memory but one piece of text of about a megabyte, so the corpus may be of any size: it is
+read two times (to count, and to encode), three if a BPE vocabulary is trained, which sees the training part alone.
+
+A corpus is written beside its final place and renamed when it is whole, so there are no half-written ones.
+
+Shapes: B rows, L positions, N tokens.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import lzma
+import os
+import re
+import shutil
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+import numpy as np
+from tqdm import tqdm
+
+from relaylm.errors import UserError
+from relaylm.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, vocabulary
+
+FORMAT = 1
+PACKINGS = ("running", "wrap", "pad")
+SPLITS = ("train", "heldout")
+_PIECE = 1 << 20  # characters read at a time
+_VERIFY_BELOW = 1 << 30  # bytes: larger token files are checked for their size only, unless told
+
+# Names people know, and where the hub keeps them: dataset, configuration, revision (where the main one needs a script).
+_PARQUET = "refs/convert/parquet"
+HUB = {
+    "openwebtext": ("Skylion007/openwebtext", None, None),
+    "lm1b": ("billion-word-benchmark/lm1b", None, _PARQUET),
+    "text8": ("afmck/text8", None, None),
+    "enwik8": ("LTCB/enwik8", "enwik8", _PARQUET),
+    "wikitext": ("Salesforce/wikitext", "wikitext-103-raw-v1", None),
+}
+
+# Where running text may be cut without changing its tokens: before a single space between two words.
+_SEAM = re.compile(r"(?<=[^\W_]) (?=[^\W_])")
+
+
+# -------------------------------------------------------------------------------------------------- reading text
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One file, or one dataset of the hub (`hf:NAME`)."""
+
+    name: str
+    path: Path | None
+
+    def documents(self) -> Iterator[str] | None:
+        """Whole documents, for sources that have them marked; None for plain text."""
+        if self.path is None:
+            return self._hub_documents()
+        if not self.jsonl:
+            return None
+        return self._json_documents()
+
+    @property
+    def jsonl(self) -> bool:
+        if self.path is None:
+            return False
+        suffixes = [s.lower() for s in self.path.suffixes]
+        return bool(suffixes) and (suffixes[-1] == ".jsonl" or suffixes[-2:-1] == [".jsonl"])
+
+    def open(self) -> TextIO:
+        assert self.path is not None
+        opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(self.path.suffix.lower(), open)
+        return opener(self.path, "rt", encoding="utf-8")
+
+    def fingerprint(self) -> dict[str, Any]:
+        if self.path is None:
+            return {"name": self.name}
+        with _readable(self.name):
+            return {"name": self.path.name, "bytes": self.path.stat().st_size, "sha256": file_sha256(self.path)}
+
+    def _json_documents(self) -> Iterator[str]:
+        with self.open() as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    text = json.loads(line)["text"]
+                except (ValueError, KeyError, TypeError):
+                    text = None
+                if not isinstance(text, str):
+                    raise UserError(f"line {number} of {self.name} is not a JSON object with the key 'text'")
+                yield text
+
+    def _hub_documents(self) -> Iterator[str]:
+        try:
+            import datasets
+        except ImportError:
+            raise UserError(
+                f"reading {self.name} from the hub needs the package 'datasets': pip install 'relaylm[data]'"
+            ) from None
+        short = self.name.removeprefix("hf:")
+        name, configuration, revision = HUB.get(short, (short, None, None))
+        try:  # not streamed: `datasets` keeps it on disk, memory-mapped, and it is read more than once
+            rows = datasets.load_dataset(name, configuration, split="train", revision=revision)
+        except Exception as error:
+            raise UserError(
+                f"cannot load the dataset {name}: {str(error).splitlines()[0] if str(error) else error!r}"
+            ) from None
+        for row in rows:
+            yield row["text"]
+
+
+class _readable:
+    """Turn what can go wrong with a file into one sentence."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, UnicodeDecodeError):
+            raise UserError(f"{self.name} is not UTF-8 text (byte {error.object[error.start]:#x})") from None
+        if isinstance(error, lzma.LZMAError | gzip.BadGzipFile | EOFError | zlib.error):
+            raise UserError(f"{self.name} is not a whole compressed file: {error}") from None
+        if isinstance(error, OSError):
+            raise UserError(f"cannot read {self.name}: {error.strerror or error}") from None
+
+
+def _sources(names: Sequence[str | Path] | str | Path) -> list[_Source]:
+    if isinstance(names, str | Path):
+        names = [names]
+    found: list[_Source] = []
+    for name in names:
+        if str(name).startswith("hf:"):
+            found.append(_Source(str(name), None))
+            continue
+        path = Path(name).expanduser()
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if re.search(r"\.(txt|md|jsonl)(\.(xz|gz))?$", p.name.lower()))
+            if not inside:
+                raise UserError(f"the folder {name} has no .txt, .md or .jsonl files in it, plain or as .xz or .gz")
+            found += [_Source(str(p), p) for p in inside]
+        elif not path.is_file():
+            raise UserError(f"there is no text file {name} (for a dataset of the hub write hf:NAME)")
+        else:
+            found.append(_Source(str(name), path))
+    if not found:
+        raise UserError("no text to prepare: name at least one file or hf:DATASET")
+    return found
+
+
+def _cut(text: str) -> int:
+    """The last place in a text where it may be cut in two; its end if it has none."""
+    for start in (max(0, len(text) - 4096), 0):
+        last = None
+        for last in _SEAM.finditer(text, start):  # noqa: B007  (the last match is what is wanted)
+            pass
+        if last is not None:
+            return last.start()
+    return len(text)
+
+
+def _small(text: str, end: bool) -> Iterator[tuple[str, bool]]:
+    """A text in pieces of at most about a megabyte, cut where its tokens are not changed."""
+    while len(text) > 2 * _PIECE:
+        at = _cut(text[:_PIECE]) or _PIECE
+        yield text[:at], False
+        text = text[at:]
+    yield text, end
+
+
+def _units(sources: list[_Source], packing: str) -> Iterator[tuple[str, bool]]:
+    """The text in order, as (piece, does a document end with it?)."""
+    for source in sources:
+        with _readable(source.name):
+            documents = source.documents()
+            if documents is not None:
+                for document in documents:
+                    yield from _small(document + "\n\n" if packing == "running" else document, True)
+            elif packing == "pad":
+                with source.open() as lines:
+                    yield from ((line.strip(), True) for line in lines if line.strip())
+            else:
+                yield from _plain(source, packing)
+
+
+def _plain(source: _Source, packing: str) -> Iterator[tuple[str, bool]]:
+    """A plain file: as it stands, or cut at blank lines into documents without the white space around them."""
+    separator = re.compile(r"\n[ \t]*\n\s*")
+    opened = False  # is a document under way of which a piece has gone out already?
+    with source.open() as file:
+        rest, block = "", "-"
+        while block:
+            block = file.read(_PIECE)
+            text = rest + block
+            if packing == "wrap":
+                *whole, text = separator.split(text)
+                for document in whole:
+                    document = document.rstrip() if opened else document.strip()
+                    if document or opened:
+                        yield document, True
+                    opened = False
+            if len(text) < _PIECE:
+                rest = text
+                continue
+            # White space at the end stays for the next round: a blank line may straddle two blocks.
+            at = _cut(text)
+            if at == len(text):
+                at = max(1, len(text.rstrip()) - 1)
+            yield text[:at] if opened or packing == "running" else text[:at].lstrip(), False
+            rest, opened = text[at:], True
+        if packing == "wrap":
+            rest = rest.rstrip() if opened else rest.strip()
+        if rest or opened:
+            yield rest, True
+
+
+# ---------------------------------------------------------------------------------------------------- writing tokens
+
+
+class _Tokens:
+    """A token file being written, and its hash."""
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self.path, self.dtype, self.count = path, dtype, 0
+        self.hash = hashlib.sha256()
+        self.file: BinaryIO = open(path, "wb")  # noqa: SIM115  (closed by `close`)
+
+    def write(self, ids: np.ndarray) -> None:
+        data = ids.astype(self.dtype).tobytes()
+        self.hash.update(data)
+        self.file.write(data)
+        self.count += len(ids)
+
+    def close(self) -> dict[str, Any]:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        return {"sha256": self.hash.hexdigest(), "count": self.count, "dtype": self.dtype.name}
+
+
+class _Packer:
+    """Documents to rows, by one of the three rules."""
+
+    def __init__(self, folder: Path, split: str, tokenizer: Tokenizer, packing: str, length: int | None) -> None:
+        vocab_size, _ = vocabulary(tokenizer)
+        self.tokenizer, self.packing, self.length = tokenizer, packing, length or 0
+        self.tokens = _Tokens(folder / f"{split}.bin", token_dtype(vocab_size))
+        self.rows = _Tokens(folder / f"{split}.rows", np.dtype(np.int32)) if packing == "pad" else None
+        self.pending: list[np.ndarray] = []
+        self.waiting = self.characters = self.documents = self.truncated = 0
+        self.eos, self.bos = tokenizer.eos_id, tokenizer.bos_id
+        self.row: list[np.ndarray] = []  # pad: the pieces of the sentence at hand
+
+    def add(self, text: str, end: bool) -> None:
+        self.characters += len(text)
+        self.documents += end
+        ids = np.asarray(self.tokenizer.encode(text, strict=False), dtype=np.int64)
+        if self.packing == "running":
+            self.tokens.write(ids)
+        elif self.packing == "wrap":
+            self.pending.append(np.append(ids, self.eos) if end else ids)
+            self.waiting += len(self.pending[-1])
+            if self.waiting >= 64 * self.length:
+                self._flush_chunks()
+        else:
+            self.row.append(ids)
+            if end:
+                self._write_row(np.concatenate(self.row))
+                self.row = []
+
+    def _flush_chunks(self) -> None:
+        """wrap: every full chunk of L - 2 tokens as bos, chunk, eos; the rest waits."""
+        stream, inner = np.concatenate(self.pending), self.length - 2
+        whole = len(stream) // inner
+        rows = np.full((whole, self.length), self.eos, dtype=np.int64)
+        rows[:, 0] = self.eos if self.bos is None else self.bos
+        rows[:, 1:-1] = stream[: whole * inner].reshape(whole, inner)
+        self.tokens.write(rows.ravel())
+        self.pending, self.waiting = [stream[whole * inner :]], len(stream) - whole * inner
+
+    def _write_row(self, ids: np.ndarray) -> None:
+        assert self.rows is not None
+        before = [] if self.bos is None else [self.bos]
+        after = [] if self.eos is None else [self.eos]
+        room = self.length - len(before) - len(after)
+        self.truncated += max(0, len(ids) - room)
+        real = np.concatenate([np.array(before, dtype=np.int64), ids[:room], np.array(after, dtype=np.int64)])
+        row = np.full(self.length, next((i for i in (self.tokenizer.pad_id, self.eos) if i is not None), 0))
+        row[: len(real)] = real
+        self.tokens.write(row)
+        self.rows.write(np.array([len(real)]))
+
+    def close(self) -> dict[str, Any]:
+        if self.pending:
+            self._flush_chunks()
+        files = {self.tokens.path.name: self.tokens.close()}
+        if self.rows is not None:
+            files[self.rows.path.name] = self.rows.close()
+        return {
+            "characters": self.characters,
+            "documents": self.documents,
+            "tokens": self.tokens.count,
+            "dropped_tokens": self.waiting + self.truncated,
+            "files": files,
+        }
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest unsigned integer that holds every id of the vocabulary, the mask included."""
+    kind = np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.uint32
+    return np.dtype(kind).newbyteorder("<")
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def train_bpe(texts: Iterator[str], size: int) -> JsonTokenizer:
+    """A byte-level BPE vocabulary of `size` entries, <|endoftext|> among them, in the manner of GPT-2's."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    if size < 257:
+        raise UserError(f"a byte-level BPE vocabulary has at least 257 entries (256 bytes and an end mark), not {size}")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer=trainer)
+    return JsonTokenizer(backend.to_str(), where="the trained vocabulary")
+
+
+# --------------------------------------------------------------------------------------------------------- prepare
+
+
+def prepare(
+    sources: Sequence[str | Path] | str | Path,
+    out_folder: str | Path,
+    *,
+    tokenizer: str | Path | Tokenizer = "bytes",
+    packing: str = "running",
+    length: int | None = None,
+    holdout: float = 0.02,
+    licence: str = "",
+    progress: bool = True,
+) -> TokenFile:
+    """Text files or datasets of the hub to a corpus folder.
+
+    `tokenizer` is "text8", "bytes", "bpe:SIZE" (trained here on the training part), a `tokenizers` JSON file, or an
+    object. `length` is needed for the packings with rows (wrap, pad). `licence` is kept in the manifest and goes into model
+    cards. Run again with the same arguments, it checks what is there and returns it.
+    """
+    if packing not in PACKINGS:
+        raise UserError(f"unknown packing {packing!r}: choose {', '.join(PACKINGS)}")
+    if packing != "running" and (length is None or length < 4):
+        raise UserError(f"packing {packing!r} makes rows: give their length, at least 4, not {length}")
+    if not 0 <= holdout < 1:
+        raise UserError(f"the held-out share must be at least 0 and below 1, not {holdout}")
+    length = None if packing == "running" else length
+    texts = _sources(sources)
+    out = Path(out_folder).expanduser()
+    request = {
+        "sources": [source.fingerprint() for source in texts],
+        "tokenizer": tokenizer
+        if isinstance(tokenizer, str) and not Path(tokenizer).exists()
+        else _tokenizer_json(tokenizer),
+        "packing": packing,
+        "length": length,
+        "holdout": holdout,
+    }
+    if (out / "manifest.json").exists():
+        there = TokenFile.load(out)
+        if there.manifest["request"] != json.loads(json.dumps(request)):
+            changed = [key for key, value in request.items() if there.manifest["request"].get(key) != value]
+            raise UserError(f"{out} already holds another corpus ({', '.join(changed)} differ): choose another folder")
+        return there
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} exists and is not a corpus: choose another folder")
+
+    total = 0
+    with _bar("count", None, progress) as bar:
+        for text, _ in _units(texts, packing):
+            total += len(text)
+            bar.update(len(text))
+    cut = round(total * (1 - holdout))
+
+    def split(label: str) -> Iterator[tuple[str, str, bool]]:
+        """(split, piece, end) in order. Running text is cut at the very character, documents where one begins."""
+        position, held, begins = 0, False, True
+        with _bar(label, total, progress) as bar:
+            for text, end in _units(texts, packing):
+                if packing == "running" and position < cut < position + len(text):
+                    yield "train", text[: cut - position], False
+                    yield "heldout", text[cut - position :], end
+                else:
+                    held = position >= cut if packing == "running" or begins else held
+                    yield "heldout" if held else "train", text, end
+                position, begins = position + len(text), end
+                bar.update(len(text))
+
+    chosen: Tokenizer
+    if isinstance(tokenizer, str) and tokenizer.startswith("bpe:"):
+        size = tokenizer.removeprefix("bpe:")
+        if not size.isdigit():
+            raise UserError(f"write the size of a BPE vocabulary as bpe:8192, not {tokenizer!r}")
+        chosen = train_bpe((text for part, text, _ in split("bpe") if part == "train"), int(size))
+    else:
+        chosen = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+    if packing == "wrap" and chosen.eos_id is None:
+        raise UserError("packing 'wrap' joins documents by an end mark, which this tokenizer does not have")
+
+    partial = out.with_name(out.name + ".partial")
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        packers = {part: _Packer(partial, part, chosen, packing, length) for part in SPLITS}
+        for part, text, end in split("encode"):
+            packers[part].add(text, end)
+        splits = {part: packer.close() for part, packer in packers.items()}
+        for name, data in chosen.files().items():
+            _write(partial / name, data)
+        vocab_size, mask_id = vocabulary(chosen)
+        manifest = {
+            "format": FORMAT,
+            "request": request,
+            "tokenizer": chosen.to_json(),
+            "vocab_size": vocab_size,
+            "mask_id": mask_id,
+            "packing": packing,
+            "length": length,
+            "licence": licence,
+            "splits": splits,
+        }
+        if not splits["train"]["tokens"]:
+            raise UserError("there is no training text: the sources are empty, or shorter than one row")
+        if holdout and not splits["heldout"]["tokens"]:
+            raise UserError(f"{holdout:.3g} of this text is less than one row: hold out more, or nothing (0)")
+        _write(partial / "manifest.json", json.dumps(manifest, indent=1).encode())
+        _sync_folder(partial)
+        if out.exists():
+            out.rmdir()
+        os.rename(partial, out)
+        _sync_folder(out.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"cannot write the corpus {out}: {error.strerror or error}") from error
+    except Exception:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return TokenFile.load(out, verify=False)
+
+
+def _tokenizer_json(tokenizer: str | Path | Tokenizer) -> dict[str, Any]:
+    return (load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer).to_json()
+
+
+def _bar(label: str, total: int | None, progress: bool) -> tqdm:
+    return tqdm(
+        total=total, desc=label, unit="char", unit_scale=True, file=sys.stderr, disable=not progress, dynamic_ncols=True
+    )
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ----------------------------------------------------------------------------------------------------------- read
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A corpus that is ready to be read. Arrays are memory-mapped, so opening one costs nothing."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    train: np.ndarray  # (N,) for running text, (rows, L) otherwise
+    heldout: np.ndarray
+    train_real: np.ndarray | None = None  # pad: real tokens of each row
+    heldout_real: np.ndarray | None = None
+
+    @classmethod
+    def load(cls, folder: str | Path, verify: bool | None = None) -> TokenFile:
+        """Open a corpus. Sizes are always checked against the manifest; hashes if `verify`, which by default is done for
+        files below a gigabyte."""
+        folder = Path(folder).expanduser()
+        try:
+            manifest = json.loads((folder / "manifest.json").read_text())
+            if manifest["format"] != FORMAT:
+                raise UserError(f"{folder} has format {manifest['format']}, this version reads {FORMAT}")
+            length = manifest["length"]
+            arrays: dict[str, np.ndarray] = {}
+            for split in SPLITS:
+                for name, facts in manifest["splits"][split]["files"].items():
+                    if name not in (f"{split}.bin", f"{split}.rows"):
+                        raise KeyError(name)
+                    arrays[name] = _open_array(folder / name, facts, verify)
+                if length is not None:
+                    arrays[f"{split}.bin"] = arrays[f"{split}.bin"].reshape(-1, length)
+            vocab_size, mask_id = int(manifest["vocab_size"]), int(manifest["mask_id"])
+            if not 0 <= mask_id < vocab_size or manifest["packing"] not in PACKINGS:
+                raise ValueError("mask_id")
+            str(manifest["licence"]), dict(manifest["request"]), dict(manifest["tokenizer"])
+        except UserError:
+            raise
+        except FileNotFoundError as error:
+            raise UserError(
+                f"{folder} is not a corpus: {Path(error.filename or '').name} is missing (relaylm prepare makes one)"
+            ) from None
+        except OSError as error:
+            raise UserError(f"cannot read the corpus {folder}: {error.strerror or error}") from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{folder / 'manifest.json'} is damaged: prepare the corpus again") from None
+        return cls(
+            folder,
+            manifest,
+            arrays["train.bin"],
+            arrays["heldout.bin"],
+            arrays.get("train.rows"),
+            arrays.get("heldout.rows"),
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.manifest["tokenizer"], self.folder)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.manifest["vocab_size"])
+
+    @property
+    def mask_id(self) -> int:
+        return int(self.manifest["mask_id"])
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a training run remembers of its data: the hashes of the token files."""
+        files = {n: f for split in SPLITS for n, f in self.manifest["splits"][split]["files"].items()}
+        return {name: facts["sha256"] for name, facts in files.items()}
+
+    def characters_per_token(self, split: str = "heldout") -> float:
+        facts = self.manifest["splits"][split]
+        return float(facts["characters"] / max(1, facts["tokens"]))
+
+    def windows(self, length: int, split: str = "train") -> int:
+        """How many rows one pass over the text has."""
+        data = self._data(split)
+        if data.ndim == 2:
+            if data.shape[1] != length:
+                raise UserError(f"this corpus was packed in rows of {data.shape[1]}, not {length}")
+            return len(data)
+        if len(data) < length:
+            raise UserError(f"the {split} text has {len(data)} tokens, less than one row of {length}")
+        return max(1, (len(data) - length + 1) // length)
+
+    def batch(
+        self, index_B: np.ndarray, length: int, phase: np.ndarray | int = 0, split: str = "train"
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Rows by number, and the real tokens in each (None: all). Running text is read as windows that start at
+        phase + index * length."""
+        data = self._data(split)
+        if data.ndim == 2:
+            real = self.train_real if split == "train" else self.heldout_real
+            return np.asarray(data[index_B]), None if real is None else np.asarray(real[index_B])
+        start_B = phase + index_B * length
+        return np.asarray(data[start_B[:, None] + np.arange(length)]), None
+
+    def phases(self, length: int, split: str = "train") -> int:
+        """Running text: how many places the first window can start at so that all windows still fit."""
+        data = self._data(split)
+        return 1 if data.ndim == 2 else min(length, len(data) - self.windows(length, split) * length + 1)
+
+    def _data(self, split: str) -> np.ndarray:
+        return self.train if split == "train" else self.heldout
+
+
+def _open_array(path: Path, facts: dict[str, Any], verify: bool | None) -> np.ndarray:
+    dtype = np.dtype(facts["dtype"])
+    if dtype.name not in ("uint8", "uint16", "uint32", "int32"):
+        raise ValueError("dtype")
+    size, expected = path.stat().st_size, int(facts["count"]) * dtype.itemsize
+    if size != expected:
+        raise UserError(f"{path} has {size} bytes, its manifest says {expected}: prepare the corpus again")
+    if (size < _VERIFY_BELOW if verify is None else verify) and file_sha256(path) != facts["sha256"]:
+        raise UserError(f"{path} does not have the sha256 of its manifest: it was changed, prepare the corpus again")
+    return np.memmap(path, dtype=dtype, mode="r") if size else np.zeros(0, dtype=dtype)

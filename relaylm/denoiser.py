@@ -1,0 +1,415 @@
+r"""The denoiser protocol, and the Transformer that ships.
+
+Anything with two methods can be scheduled: `logits(tokens, t)` everywhere, or `logits_at(tokens, t, positions)` where
+they are needed. A table in a test, a wrapped Hugging Face model and the network below are all denoisers.
+
+The network is MDLM's diffusion Transformer: bidirectional, rotary positions (half-split), LayerNorm with a weight and
+no bias computed in float32, a tanh-GELU MLP of ratio 4, an untied output layer with bias. With time conditioning each
+block is modulated by adaLN(sigma(t)), sigma(t) = -log(1 - 0.999 t). Without it adaLN is a constant that `fold` moves
+into the weights, or absent from the start. `causal=True` makes the same network a left-to-right judge.
+
+Precision: the residual stream, norms and head are float32 whatever the blocks compute in (`cast` puts their matrices
+in bfloat16), and float64 throughout if the weights are float64.
+
+Shapes: B rows, L positions, K positions asked for in each row, D width, H heads, C conditioning width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from relaylm import cost, kernels
+from relaylm.errors import UserError
+
+
+@runtime_checkable
+class Denoiser(Protocol):
+    """What can be scheduled. t_B holds each row's time in (0, 1]; a network without time conditioning ignores it.
+
+    Optional, and used when there: `hidden_at` and `head` (the two halves of `logits_at`, so that the vocabulary head
+    can be run on fewer rows than the trunk), `flops(length, positions)` for the cost, `depth` for the paper's count of
+    blocks, `mask_id` and `vocab_size` for the checks of a family.
+    """
+
+    def logits(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
+        """Logits (B, L, V) at every position."""
+        ...
+
+    def logits_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> Tensor:
+        """Logits (B, K, V) at K positions of each row."""
+        ...
+
+
+class FromLogits:
+    """A denoiser from any function (tokens_BL, t_B) -> logits_BLV: convenient, and as slow as that function is."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.logits = function
+
+    def logits_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> Tensor:
+        logits_BLV = self.logits(tokens_BL, t_B)
+        return logits_BLV.gather(1, positions_BK[..., None].expand(-1, -1, logits_BLV.shape[-1]))
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The numbers that fix a network's tensors. `vocab_size` counts the mask, which is `mask_id`."""
+
+    vocab_size: int
+    length: int  # the longest sequence it was trained on; shorter ones are fine
+    width: int = 768
+    depth: int = 12  # Transformer blocks
+    heads: int = 12
+    mask_id: int = -1  # -1: the last id
+    mlp_ratio: int = 4
+    adaln: bool = False  # modulated by a conditioning vector (MDLM's checkpoints), or plain
+    time_conditioning: bool = False  # does that vector depend on t? if not it is a constant and can be folded
+    cond_dim: int = 128
+    qkv_bias: bool = False  # folding adaLN's shift leaves one
+    causal: bool = False  # a left-to-right language model (the judge)
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "length", "width", "depth", "heads", "mlp_ratio", "cond_dim"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.width % (2 * self.heads):
+            raise UserError(f"the width ({self.width}) must be a multiple of twice the heads ({self.heads})")
+        if self.time_conditioning and not self.adaln:
+            raise UserError("time conditioning needs adaln")
+        if self.mask_id == -1:
+            object.__setattr__(self, "mask_id", self.vocab_size - 1)
+        if not 0 <= self.mask_id < self.vocab_size:
+            raise UserError(f"mask_id must lie in 0..{self.vocab_size - 1}, not {self.mask_id}")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Norm(nn.Module):
+    """LayerNorm with a weight and no bias, in the residual stream's precision."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.to(self.weight.dtype), (x.shape[-1],), self.weight, None, 1e-5)
+
+
+class _Embedding(nn.Module):
+    def __init__(self, vocab_size: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.empty(vocab_size, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.embedding)
+
+
+class _SigmaMap(nn.Module):
+    """sigma -> conditioning vector: [cos, sin] features of sigma, Linear, SiLU, Linear."""
+
+    def __init__(self, cond_dim: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(256, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim))
+
+    def forward(self, sigma_B: Tensor) -> Tensor:
+        weight = cast(nn.Linear, self.mlp[0]).weight
+        frequency = torch.exp(-math.log(10_000) * torch.arange(128, device=weight.device, dtype=weight.dtype) / 128)
+        angle = sigma_B.to(weight.dtype)[:, None] * frequency
+        return F.silu(self.mlp(torch.cat([angle.cos(), angle.sin()], dim=-1)))
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x.to(weight.dtype), weight, bias)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, half-split: the first half of each head is paired with the second. Computed in the angles'
+    precision, returned in x's."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class _Block(nn.Module):
+    def __init__(self, a: Architecture, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.causal, self.dropout = a.heads, a.causal, dropout
+        self.norm1 = _Norm(a.width)
+        self.attn_qkv = nn.Linear(a.width, 3 * a.width, bias=a.qkv_bias)
+        self.attn_out = nn.Linear(a.width, a.width, bias=False)
+        self.norm2 = _Norm(a.width)
+        hidden = a.mlp_ratio * a.width
+        self.mlp = nn.Sequential(nn.Linear(a.width, hidden), nn.GELU(approximate="tanh"), nn.Linear(hidden, a.width))
+        self.adaLN_modulation = nn.Linear(a.cond_dim, 6 * a.width) if a.adaln else None
+
+    def _split(self, x_BLX: Tensor, parts: int) -> list[Tensor]:
+        """(B, L, parts * D) -> parts tensors (B, H, L, D/H)."""
+        b, length, _ = x_BLX.shape
+        x = x_BLX.view(b, length, parts, self.heads, -1)
+        return [x[:, :, i].transpose(1, 2) for i in range(parts)]
+
+    def forward(
+        self, x_BLD: Tensor, cond_BC: Tensor | None, cos_LR: Tensor, sin_LR: Tensor, positions_BK: Tensor | None
+    ) -> Tensor:
+        """One block. With positions, keys and values are computed everywhere but queries, attention output and MLP
+        only there (exact: nothing after the last block looks at the other positions), and (B, K, D) is returned."""
+        if self.adaLN_modulation is None:
+            shift1 = scale1 = gate1 = shift2 = scale2 = gate2 = None
+        else:
+            assert cond_BC is not None
+            modulation = self.adaLN_modulation(cond_BC)[:, None]
+            shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)
+
+        h = _modulate(self.norm1(x_BLD), shift1, scale1)
+        width = x_BLD.shape[-1]
+        weight, bias = self.attn_qkv.weight, self.attn_qkv.bias
+        if positions_BK is None:
+            q, k, v = self._split(_linear(h, weight, bias), 3)
+            q = rotate(q, cos_LR, sin_LR)
+        else:
+            h_BKD, x_BLD = _take(h, positions_BK), _take(x_BLD, positions_BK)
+            (q,) = self._split(_linear(h_BKD, weight[:width], None if bias is None else bias[:width]), 1)
+            k, v = self._split(_linear(h, weight[width:], None if bias is None else bias[width:]), 2)
+            q = rotate(q, cos_LR[positions_BK][:, None], sin_LR[positions_BK][:, None])
+        k = rotate(k, cos_LR, sin_LR)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        attended = attended.transpose(1, 2).flatten(2)
+        x = self._add(x_BLD, _linear(attended, self.attn_out.weight), gate1)
+
+        h = _modulate(self.norm2(x), shift2, scale2)
+        up, down = cast(nn.Linear, self.mlp[0]), cast(nn.Linear, self.mlp[2])
+        h = F.gelu(_linear(h, up.weight, up.bias), approximate="tanh")
+        return self._add(x, _linear(h, down.weight, down.bias), gate2)
+
+    def _add(self, x: Tensor, branch: Tensor, gate: Tensor | None) -> Tensor:
+        if self.training and self.dropout:
+            branch = F.dropout(branch, self.dropout)
+        return x + branch if gate is None else torch.addcmul(x, gate.to(x.dtype), branch.to(x.dtype))
+
+
+def _modulate(h: Tensor, shift: Tensor | None, scale: Tensor | None) -> Tensor:
+    return h if shift is None or scale is None else torch.addcmul(shift, h, 1 + scale)
+
+
+def _take(x_BLD: Tensor, positions_BK: Tensor) -> Tensor:
+    return x_BLD.gather(1, positions_BK[..., None].expand(-1, -1, x_BLD.shape[-1]))
+
+
+class _OutputLayer(nn.Module):
+    def __init__(self, a: Architecture) -> None:
+        super().__init__()
+        self.norm_final = _Norm(a.width)
+        self.linear = nn.Linear(a.width, a.vocab_size)
+        self.adaLN_modulation = nn.Linear(a.cond_dim, 2 * a.width) if a.adaln else None
+
+
+class Transformer(nn.Module):
+    """MDLM's denoiser, any depth, width, vocabulary. Parameter names are those of the public checkpoints."""
+
+    def __init__(self, architecture: Architecture, dropout: float = 0.0) -> None:
+        super().__init__()
+        a = architecture
+        self.architecture = a
+        self.vocab_embed = _Embedding(a.vocab_size, a.width)
+        self.sigma_map = _SigmaMap(a.cond_dim) if a.adaln else None
+        self.blocks = nn.ModuleList([_Block(a, dropout) for _ in range(a.depth)])
+        self.output_layer = _OutputLayer(a)
+        self._rotary: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._first_qkv: Tensor | None = None
+        self._head_pieces: Tensor | None = None
+
+    # What a family, the cost and the sampler ask of a denoiser.
+    @property
+    def vocab_size(self) -> int:
+        return self.architecture.vocab_size
+
+    @property
+    def mask_id(self) -> int:
+        return self.architecture.mask_id
+
+    @property
+    def depth(self) -> int:
+        return self.architecture.depth
+
+    @property
+    def time_conditioning(self) -> bool:
+        return self.architecture.time_conditioning
+
+    @property
+    def device(self) -> torch.device:
+        return self.vocab_embed.embedding.device
+
+    def flops(self, length: int, positions: int | None = None) -> float:
+        """Operations of one call on one row; `positions` where logits are asked for, None for everywhere."""
+        a = self.architecture
+        return cost.call_flops(a.depth, a.width, a.vocab_size, length, positions, a.mlp_ratio)
+
+    def initialise(self, generator: torch.Generator) -> Transformer:
+        """Fresh weights, drawn on the CPU so that they do not depend on the device: normal(0, 0.02) embeddings and
+        matrices, branches that end in the residual stream scaled down by sqrt(2 depth), zeros for the output layer
+        and adaLN (so that training starts from the uniform distribution and an unmodulated network)."""
+        shrink = 1 / math.sqrt(2 * self.architecture.depth)
+        for name, parameter in self.named_parameters():
+            value = torch.zeros(parameter.shape)
+            if name.endswith("norm1.weight") or name.endswith("norm2.weight") or name.endswith("norm_final.weight"):
+                value += 1
+            elif parameter.dim() == 2 and "adaLN" not in name and "output_layer" not in name:
+                value = torch.randn(parameter.shape, generator=generator) * 0.02
+                if "attn_out" in name or "mlp.2" in name:
+                    value *= shrink
+            parameter.data.copy_(value)
+        return self
+
+    def cast(self, dtype: torch.dtype) -> Transformer:
+        """Put the blocks' matrices in `dtype`; norms, embedding and head stay as they are (float32), and with them
+        the residual stream. This is where bfloat16 pays and where it does the least harm."""
+        self._first_qkv = self._head_pieces = None
+        for block in cast(list[_Block], self.blocks):
+            for linear in (block.attn_qkv, block.attn_out, block.mlp[0], block.mlp[2]):
+                linear.to(dtype)
+        return self
+
+    def logits(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
+        return self.head(self.hidden_at(tokens_BL, t_B, None), t_B)
+
+    def logits_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> Tensor:
+        return self.head(self.hidden_at(tokens_BL, t_B, positions_BK), t_B)
+
+    def hidden_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor | None) -> Tensor:
+        """The trunk: the residual stream (B, K, D) at the positions asked for, or everywhere."""
+        if positions_BK is not None and self._has_kernels():
+            return kernels.trunk(self, tokens_BL, positions_BK)
+        x = self.vocab_embed(tokens_BL)
+        cond_BC = self._condition(t_B)
+        cos_LR, sin_LR = self.angles(tokens_BL.shape[1])
+        prune = positions_BK is not None and not self.architecture.causal
+        last = len(self.blocks) - 1
+        for i, block in enumerate(self.blocks):
+            x = block(x, cond_BC, cos_LR, sin_LR, positions_BK if prune and i == last else None)
+        return x if prune or positions_BK is None else _take(x, positions_BK)
+
+    def head(self, x_KD: Tensor, t_B: Tensor | None = None) -> Tensor:
+        """The output layer on any rows of the residual stream, in float32 (on tensor cores by pieces; never TF32).
+        With adaLN the leading dimension must be that of t_B."""
+        out = self.output_layer
+        h = out.norm_final(x_KD)
+        if h.dim() == 2 and self._has_kernels():
+            return kernels.head(h, self._pieces(), self.vocab_size)
+        if out.adaLN_modulation is not None:
+            assert t_B is not None
+            shift, scale = out.adaLN_modulation(self._condition(t_B)).chunk(2, dim=-1)
+            shape = (len(t_B),) + (1,) * (h.dim() - 2) + (-1,)
+            h = _modulate(h, shift.view(shape), scale.view(shape))
+        return F.linear(h, out.linear.weight, out.linear.bias)
+
+    def _has_kernels(self) -> bool:
+        """Does the CUDA path apply: a plain bidirectional network in bfloat16, sampling?"""
+        weight, a = cast(_Block, self.blocks[0]).attn_qkv.weight, self.architecture
+        return bool(
+            weight.is_cuda
+            and weight.dtype == torch.bfloat16
+            and not (a.adaln or a.causal or torch.is_grad_enabled())
+            and (half := a.width // a.heads // 2) & (half - 1) == 0  # Triton's tiles are powers of two
+            and kernels.available()
+        )
+
+    def _condition(self, t_B: Tensor) -> Tensor | None:
+        if self.sigma_map is None:
+            return None
+        t = t_B.to(self.vocab_embed.embedding.dtype)
+        # MDLM's log-linear noise level. Without time conditioning its networks are always given sigma = 0.
+        sigma_B = -torch.log1p(-(1 - 1e-3) * t) if self.time_conditioning else torch.zeros_like(t)
+        return self.sigma_map(sigma_B)
+
+    def angles(self, length: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary embedding, (length, head_dim / 2), in the residual stream's precision."""
+        weight = self.vocab_embed.embedding
+        key = (length, weight.device, weight.dtype)
+        if key not in self._rotary:
+            with torch.inference_mode(False):  # what sampling caches, training may use
+                head_dim = self.architecture.width // self.architecture.heads
+                frequency = 10_000 ** (-torch.arange(0, head_dim, 2, dtype=weight.dtype) / head_dim)
+                angle = torch.arange(length, dtype=weight.dtype)[:, None] * frequency
+                self._rotary[key] = (angle.cos().to(weight.device), angle.sin().to(weight.device))
+        return self._rotary[key]
+
+    def first_qkv(self) -> Tensor:
+        """The first block's queries, keys and values (V, 3D) of every token id, before rotation. Made once."""
+        block = cast(_Block, self.blocks[0])
+        if self._first_qkv is None or self._first_qkv.device != self.device:
+            h = block.norm1(self.vocab_embed.embedding)
+            self._first_qkv = _linear(h, block.attn_qkv.weight, block.attn_qkv.bias)
+        return self._first_qkv
+
+    def _pieces(self) -> Tensor:
+        """The head's weights as bfloat16 pieces. Made once."""
+        linear = self.output_layer.linear
+        if self._head_pieces is None or self._head_pieces.device != self.device:
+            self._head_pieces = kernels.split_weights(linear.weight, linear.bias)
+        return self._head_pieces
+
+    def fold(self) -> Transformer:
+        """The same function without adaLN, for a network whose conditioning vector is a constant: scales go into the
+        norm weights, shifts into biases, gates into the rows of the matrices before the residual stream. float64."""
+        a = self.architecture
+        if not a.adaln:
+            return self
+        if a.time_conditioning:
+            raise UserError("a time-conditioned network cannot be folded: its modulation depends on t")
+        state = {name: value.double() for name, value in self.state_dict().items()}
+        reference = next(iter(self.state_dict().values())).dtype
+        sigma_map = _SigmaMap(a.cond_dim).double()
+        sigma_map.load_state_dict({k.removeprefix("sigma_map."): v for k, v in state.items() if k.startswith("sigma_")})
+        cond_C = sigma_map(torch.zeros(1, dtype=torch.float64))[0].detach()
+        for i in range(a.depth):
+            p = f"blocks.{i}."
+            m = state.pop(p + "adaLN_modulation.weight") @ cond_C + state.pop(p + "adaLN_modulation.bias")
+            shift1, scale1, gate1, shift2, scale2, gate2 = m.chunk(6)
+            qkv_bias = state.get(p + "attn_qkv.bias", 0.0)
+            state[p + "attn_qkv.bias"] = qkv_bias + state[p + "attn_qkv.weight"] @ shift1
+            state[p + "norm1.weight"] = state[p + "norm1.weight"] * (1 + scale1)
+            state[p + "attn_out.weight"] = state[p + "attn_out.weight"] * gate1[:, None]
+            state[p + "mlp.0.bias"] = state[p + "mlp.0.bias"] + state[p + "mlp.0.weight"] @ shift2
+            state[p + "norm2.weight"] = state[p + "norm2.weight"] * (1 + scale2)
+            state[p + "mlp.2.weight"] = state[p + "mlp.2.weight"] * gate2[:, None]
+            state[p + "mlp.2.bias"] = state[p + "mlp.2.bias"] * gate2
+        o = "output_layer."
+        shift, scale = (
+            state.pop(o + "adaLN_modulation.weight") @ cond_C + state.pop(o + "adaLN_modulation.bias")
+        ).chunk(2)
+        state[o + "linear.bias"] = state[o + "linear.bias"] + state[o + "linear.weight"] @ shift
+        state[o + "norm_final.weight"] = state[o + "norm_final.weight"] * (1 + scale)
+        state = {k: v.to(reference) for k, v in state.items() if not k.startswith("sigma_map.")}
+        plain = Architecture(**{**a.to_json(), "adaln": False, "qkv_bias": True})
+        return build(plain, state)
+
+
+def build(architecture: Architecture, state: dict[str, Tensor]) -> Transformer:
+    """A network around given tensors, not copied. Names and shapes must fit exactly."""
+    expected = expected_shapes(architecture)
+    for name, shape in expected.items():
+        if name not in state:
+            raise UserError(f"tensor {name} is missing (expected shape {shape})")
+        if tuple(state[name].shape) != shape:
+            raise UserError(f"tensor {name} has shape {tuple(state[name].shape)}, expected {shape}")
+    extra = sorted(set(state) - set(expected))
+    if extra:
+        raise UserError(f"tensor {extra[0]} does not belong to this network ({len(extra)} such)")
+    with torch.device("meta"):
+        network = Transformer(architecture)
+    network.load_state_dict(state, assign=True)
+    return network.eval().requires_grad_(False)
+
+
+def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a network, in the order of its parameters."""
+    with torch.device("meta"):
+        network = Transformer(architecture)
+    return {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}

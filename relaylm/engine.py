@@ -1,0 +1,207 @@
+r"""Network calls on a device: tokens in, the due positions' tokens written in place.
+
+On CUDA a call of the shipped network is one CUDA graph of fixed shape: the host sends a few kilobytes of indices,
+replays it, and goes on to the next call without waiting. Everywhere else the same code runs eagerly.
+
+Shapes: B rows in a call, L positions, K places for due positions in each row, N due positions kept for the head, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from relaylm.denoiser import Transformer
+from relaylm.errors import UserError
+from relaylm.plan import Plan, race
+
+
+@dataclass(frozen=True)
+class Law:
+    """How logits become a distribution. The default is the model's own law; each option changes it."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise UserError(f"temperature must be above 0, not {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k must be at least 1, not {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must lie in (0, 1], not {self.top_p}")
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """The options in force, as text; empty if samples follow the models' own law."""
+        pairs = (("temperature", self.temperature, 1.0), ("top_k", self.top_k, None), ("top_p", self.top_p, None))
+        return tuple(f"{name}={value}" for name, value, off in pairs if value != off)
+
+    def apply(self, logits_NV: Tensor, mask_id: int) -> Tensor:
+        """The mask itself is never written; then temperature, top-k, top-p in that order, as is customary."""
+        if mask_id < logits_NV.shape[-1]:
+            logits_NV[:, mask_id] = -torch.inf
+        if self.temperature != 1.0:
+            logits_NV = logits_NV / self.temperature
+        if self.top_k is not None and self.top_k < logits_NV.shape[-1]:
+            kth = logits_NV.topk(self.top_k, dim=-1).values[:, -1:]
+            logits_NV = logits_NV.masked_fill(logits_NV < kth, -torch.inf)
+        if self.top_p is not None and self.top_p < 1:
+            ordered, index = logits_NV.sort(dim=-1, descending=True)
+            p = ordered.double().softmax(dim=-1)
+            beyond = p.cumsum(dim=-1) - p >= self.top_p  # the smallest set whose mass reaches top_p; never empty
+            logits_NV = logits_NV.masked_fill(torch.zeros_like(beyond).scatter(-1, index, beyond), -torch.inf)
+        return logits_NV
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Room in one call: B rows, K due positions in a row, N due positions in all."""
+
+    rows: int
+    per_row: int
+    kept: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One batch for one network. Empty places point at row n, a scratch row nobody reads."""
+
+    model: int
+    shape: Shape
+    rows_R: np.ndarray  # the rows that are really there, R <= B
+    events_R: np.ndarray
+    counts_R: np.ndarray  # due positions of each
+    rows_B: np.ndarray
+    t_B: np.ndarray
+    positions_BK: np.ndarray
+    kept_N: np.ndarray  # index into the B*K places
+    kept_row_N: np.ndarray  # which row that place belongs to (n if empty)
+    kept_position_N: np.ndarray
+
+    def index(self) -> Tensor:
+        """All of the call's integers side by side, so that one transfer carries them."""
+        parts = [self.rows_B, self.positions_BK.ravel(), self.kept_N, self.kept_row_N, self.kept_position_N]
+        return torch.from_numpy(np.concatenate(parts))
+
+
+class Engine:
+    """Token state on the device, and the network calls that change it."""
+
+    def __init__(self, models: list[Any], plan: Plan, mask_id: int, law: Law, device: torch.device | str) -> None:
+        self.models, self.mask_id, self.law, self.seed = models, mask_id, law, plan.seed
+        self.device = torch.device(device)
+        rows = np.where(plan.given_nL < 0, mask_id, plan.given_nL)
+        scratch = np.full((1, plan.length), mask_id)
+        self.state_nL = torch.from_numpy(np.concatenate([rows, scratch])).to(self.device)  # (n + 1, L)
+        self.row_ids = torch.from_numpy(np.concatenate([plan.rows_n, [0]])).to(self.device)
+        self._graphs: dict[tuple[int, Shape], _Graph] = {}
+        self._seen: set[tuple[int, Shape]] = set()
+
+    def run(self, call: Call, everywhere: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Make a call: draw a token for each kept place and write it. Returns tokens and logits at the kept places,
+        and, if asked, the logits at every position of the batch's rows (a full head, for policies that want it).
+        What is returned may be overwritten by the next call."""
+        key = (call.model, call.shape)
+        if self.device.type == "cuda" and not everywhere and isinstance(self.models[call.model], Transformer):
+            # The first call of a shape runs eagerly (it also warms everything up); the second is captured.
+            if key in self._seen and key not in self._graphs:
+                self._graphs[key] = _Graph(self, call.model, call.shape)
+            self._seen.add(key)
+            if key in self._graphs:
+                return *self._graphs[key].replay(call), None
+        index = call.index().to(self.device)
+        t_B = torch.from_numpy(call.t_B).to(self.device, torch.float32 if self.device.type == "mps" else torch.float64)
+        return self.step(call.model, call.shape, index, t_B, everywhere)
+
+    def step(
+        self, model_index: int, shape: Shape, index: Tensor, t_B: Tensor, everywhere: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The device's part of a call, on tensors that are there already."""
+        model = self.models[model_index]
+        b, k, n = shape.rows, shape.per_row, shape.kept
+        rows_B, positions, kept_N, row_N, position_N = index.split([b, b * k, n, n, n])
+        tokens_BL, positions_BK = self.state_nL[rows_B], positions.view(b, k)
+        logits_BLV = None
+        if everywhere:
+            logits_BLV = model.logits(tokens_BL, t_B)
+            logits_NV = logits_BLV[kept_N // k, position_N]
+        elif hasattr(model, "hidden_at"):
+            hidden_ND = model.hidden_at(tokens_BL, t_B, positions_BK).flatten(0, 1)[kept_N]
+            logits_NV = model.head(hidden_ND, t_B[kept_N // k])
+        else:
+            logits_NV = model.logits_at(tokens_BL, t_B, positions_BK).flatten(0, 1)[kept_N]
+        logits_NV = self.law.apply(logits_NV, self.mask_id)
+        token_N = race(logits_NV, self.seed, self.row_ids[row_N], position_N, torch.zeros_like(row_N))
+        self.state_nL[row_N, position_N] = token_N
+        return token_N, logits_NV, logits_BLV
+
+    def release(self) -> None:
+        """Give back what the graphs hold."""
+        self._graphs.clear()
+        self._seen.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class _Graph:
+    """A captured call: fixed shape, fixed buffers."""
+
+    _pool: Any = None  # memory that all graphs share: they never run at the same time
+
+    def __init__(self, engine: Engine, model: int, shape: Shape) -> None:
+        b, k, n = shape.rows, shape.per_row, shape.kept
+        # While capturing, every place is the scratch row's, so that nothing real is written.
+        scratch = engine.state_nL.shape[0] - 1
+        parts = [(b, scratch), (b * k, 0), (n, 0), (n, scratch), (n, 0)]
+        self.index = torch.cat([torch.full((size,), value) for size, value in parts]).to(engine.device)
+        self.t_B = torch.ones(b, dtype=torch.float64, device=engine.device)
+        if _Graph._pool is None:
+            _Graph._pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            engine.step(model, shape, self.index, self.t_B)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=_Graph._pool):
+            self.tokens, self.logits, _ = engine.step(model, shape, self.index, self.t_B)
+
+    def replay(self, call: Call) -> tuple[Tensor, Tensor]:
+        # From pageable memory these few kilobytes are staged by the driver, so the host does not wait for the device.
+        self.index.copy_(call.index(), non_blocking=True)
+        self.t_B.copy_(torch.from_numpy(call.t_B), non_blocking=True)
+        self.graph.replay()
+        return self.tokens, self.logits
+
+
+@contextlib.contextmanager
+def settings(device: torch.device | str) -> Iterator[None]:
+    """Inference mode, and on CUDA the fastest attention there is and no TF32 where float32 was asked for."""
+    with torch.inference_mode():
+        if torch.device(device).type != "cuda":
+            yield
+            return
+        allowed = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = False
+        order = [
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        ]
+        try:
+            with sdpa_kernel(order, set_priority=True):
+                yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = allowed

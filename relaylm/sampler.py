@@ -1,0 +1,458 @@
+r"""A plan, a family and a policy in; samples out.
+
+**Events, not steps.** A row needs a network only at the steps where one of its positions is due. Each row goes at its
+own pace: rows whose next event asks for the same model are sent through it together, in batches of one fixed shape,
+and a finished row's place is taken by a waiting one. Nothing about a row depends on its neighbours: its noise is keyed
+by its own number, and the shape of its calls follows from its own event and the grid, never from who else is there.
+
+**Logits only where they are needed.** The trunk's last block and the vocabulary head run at due positions alone; no
+tensor of B x L x V elements is ever made (unless a policy asks for the logits of all masked positions).
+
+With a static schedule the sequence of calls is known before the first one runs, so the host never waits for the
+device. A dynamic policy looks at each row between its calls, and does wait.
+
+Shapes: n rows in all, B in a call, L positions, K places for due positions in each row of a call, N due positions kept
+for the head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relaylm import cost as costs
+from relaylm.diffusion import LINEAR, Alpha
+from relaylm.engine import Call, Engine, Law, Shape, settings
+from relaylm.errors import UserError
+from relaylm.plan import Events, Plan, make_events, make_plan
+from relaylm.schedule import Policy, RowState, Schedule, Timetable
+
+if TYPE_CHECKING:
+    from relaylm.family import Family
+
+INFINITY = math.inf
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a callback is told, once per row and network call."""
+
+    row: int
+    step: int  # the paper's i; 0 at T = infinity
+    t: float
+    model: str
+    positions: list[int]
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """For each position of each row: when it was written, and by which model."""
+
+    step_nL: np.ndarray  # the paper's step i, T down to 1; 0 where given, and everywhere at T = infinity
+    u_nL: np.ndarray  # the time in (0, 1) at which the plan has it written; 0 where given
+    model_nL: np.ndarray  # index into `models`; -1 where given
+    models: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Samples:
+    tokens: np.ndarray  # (n, L)
+    trace: Trace
+    cost: costs.Cost
+    schedule: str
+    steps: float  # T, possibly infinite
+    seed: int
+    texts: list[str] = field(default_factory=list)
+    changes_law: tuple[str, ...] = ()  # options in force under which samples no longer follow the models' own law
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "texts": self.texts,
+            "tokens": self.tokens.tolist(),
+            "schedule": self.schedule,
+            "steps": "inf" if math.isinf(self.steps) else int(self.steps),
+            "length": int(self.tokens.shape[1]),
+            "seed": self.seed,
+            "changes_law": list(self.changes_law),
+            "cost": self.cost.to_json(),
+            "trace": {
+                "models": list(self.trace.models),
+                "model": self.trace.model_nL.tolist(),
+                "step": self.trace.step_nL.tolist(),
+            },
+        }
+
+
+# ------------------------------------------------------------------------------------------------ the event queue
+
+
+class Queue:
+    """Rows in flight, their next events, and the choice of the next batch."""
+
+    def __init__(self, plan: Plan, events: Events, shapes_E: np.ndarray, shapes: list[Shape], in_flight: int) -> None:
+        self.plan, self.events, self.shapes_E, self.shapes = plan, events, shapes_E, shapes
+        self.next_n = events.row_ptr_n1[:-1].copy()  # each row's next event
+        self.end_n = events.row_ptr_n1[1:]
+        self.model_n = np.zeros(plan.n, dtype=np.int64)  # the model its next event asks for; set by the caller
+        self.todo = np.flatnonzero(self.next_n < self.end_n)  # rows with anything to do, in order
+        self.in_flight = in_flight
+        self.pool, self.waiting = self.todo[:in_flight], self.todo[in_flight:]
+
+    def take(self) -> Call | None:
+        """The next batch: from the model and shape with the most rows ready, those with the most left to do first
+        (so that rows finish together and the last batches are full)."""
+        pool = self.pool
+        if not len(pool):
+            return None
+        key = self.model_n[pool] * len(self.shapes) + self.shapes_E[self.next_n[pool]]
+        group = int(np.bincount(key).argmax())
+        model, shape = group // len(self.shapes), self.shapes[group % len(self.shapes)]
+        ready = pool[key == group]
+        if len(ready) > shape.rows:
+            left = self.end_n[ready] - self.next_n[ready]
+            ready = ready[np.argsort(-left, kind="stable")[: shape.rows]]
+        counts = self.events.count_E[self.next_n[ready]]
+        if counts.sum() > shape.kept:  # keep to the room the head has
+            fits = int(np.searchsorted(np.cumsum(counts), shape.kept, side="right"))
+            ready, counts = ready[:fits], counts[:fits]
+        return self._pack(model, shape, ready, counts)
+
+    def _pack(self, model: int, shape: Shape, rows_R: np.ndarray, counts_R: np.ndarray) -> Call:
+        n, r, total = self.plan.n, len(rows_R), int(counts_R.sum())
+        events_R = self.next_n[rows_R]
+        rows_B = np.full(shape.rows, n)
+        rows_B[:r] = rows_R
+        t_B = np.ones(shape.rows)
+        t_B[:r] = self.events.t_E[events_R]
+        place_R = np.repeat(np.arange(r), counts_R)  # which batch row each due position belongs to
+        within = np.arange(total) - np.repeat(np.cumsum(counts_R) - counts_R, counts_R)
+        due = self.events.positions_F[np.repeat(self.events.start_E[events_R], counts_R) + within]
+        positions_BK = np.zeros((shape.rows, shape.per_row), dtype=np.int64)
+        positions_BK[place_R, within] = due
+        kept_N = np.zeros(shape.kept, dtype=np.int64)
+        kept_N[:total] = place_R * shape.per_row + within
+        kept_row_N = np.full(shape.kept, n)
+        kept_row_N[:total] = rows_R[place_R]
+        kept_position_N = np.zeros(shape.kept, dtype=np.int64)
+        kept_position_N[:total] = due
+        return Call(
+            model, shape, rows_R, events_R, counts_R, rows_B, t_B, positions_BK, kept_N, kept_row_N, kept_position_N
+        )
+
+    def advance(self, call: Call) -> None:
+        """Move the call's rows to their next events; finished rows make room for waiting ones."""
+        self.next_n[call.rows_R] += 1
+        alive = self.next_n[self.pool] < self.end_n[self.pool]
+        if not alive.all():
+            self.pool = self.pool[alive]
+            room = self.in_flight - len(self.pool)
+            self.pool = np.concatenate([self.pool, self.waiting[:room]])
+            self.waiting = self.waiting[room:]
+
+
+def call_shapes(
+    events: Events, times: Sequence[float] | None, alpha: Alpha, length: int, rows: int
+) -> tuple[list[Shape], np.ndarray]:
+    """The shape of each event's call: room for the due positions that its step usually brings, doubled as often as an
+    unusual event needs. Depends on the grid, the length and the event itself, not on the rest of the batch."""
+    if times is None:
+        expected_E = np.zeros(len(events.step_E))
+    else:
+        share = -np.diff(1 - np.asarray(alpha(np.asarray(times, dtype=np.float64))))  # of all positions, by step
+        expected_E = length * share[len(times) - 1 - events.step_E]
+    usual_E = expected_E + 5 * np.sqrt(expected_E) + 1
+    room_E = np.exp2(np.ceil(np.log2(np.maximum(usual_E, events.count_E)))).astype(np.int64)
+    room_E = np.minimum(room_E, length)
+    # The head's room: rows times the mean count of an event (given that there is one), and four deviations.
+    mean_E = np.where(expected_E > 1e-9, expected_E / -np.expm1(-np.maximum(expected_E, 1e-9)), 1.0)
+    kept_E = np.ceil((rows * mean_E + 4 * np.sqrt(rows * mean_E)) / 8).astype(np.int64) * 8
+    kept_E = np.minimum(np.maximum(kept_E, room_E), rows * room_E)
+    pairs, index_E = np.unique(np.stack([room_E, kept_E], axis=1), axis=0, return_inverse=True)
+    return [Shape(rows, int(room), int(kept)) for room, kept in pairs], index_E.reshape(-1)
+
+
+class _Memory:
+    """What a dynamic policy may know of each row: kept between its calls, handed over as a RowState."""
+
+    def __init__(self, policy: Policy, names: tuple[str, ...], plan: Plan, events: Events, steps: int) -> None:
+        self.policy, self.names, self.events, self.steps = policy, names, events, steps
+        self.wants_logits = bool(getattr(policy, "wants_logits", False))
+        self.length = plan.length
+        self.free_n = (plan.given_nL < 0).sum(axis=1)
+        self.masked_n = self.free_n.copy()
+        self.calls_n = np.zeros(plan.n, dtype=np.int64)
+        self.last: dict[int, tuple[str, float, float]] = {}  # model, mean and least log-probability of the last call
+        self.logits: dict[int, Tensor] = {}
+
+    def choose(self, row: int, event: int) -> int:
+        model, mean, least = self.last.get(row, (None, None, None))
+        state = RowState(
+            step=int(self.events.step_E[event]),
+            steps=self.steps,
+            t=float(self.events.t_E[event]),
+            masked=int(self.masked_n[row]),
+            length=self.length,
+            free=int(self.free_n[row]),
+            calls=int(self.calls_n[row]),
+            model=model,
+            mean_logprob=mean,
+            min_logprob=least,
+            masked_logits=self.logits.get(row),
+        )
+        name = self.policy(state)
+        if name not in self.names:
+            raise UserError(f"the policy asked for model {name!r}; the models are {', '.join(self.names)}")
+        return self.names.index(name)
+
+    def remember(
+        self, call: Call, token_N: Tensor, logits_NV: Tensor, logits_BLV: Tensor | None, state_nL: Tensor, mask_id: int
+    ) -> None:
+        logprob_N = logits_NV.double().log_softmax(dim=-1).gather(1, token_N[:, None])[:, 0].cpu().numpy()
+        ends = np.cumsum(call.counts_R)
+        name = self.names[call.model]
+        for place, (row, count, end) in enumerate(zip(call.rows_R.tolist(), call.counts_R, ends, strict=True)):
+            written = logprob_N[end - count : end]
+            self.last[row] = (name, float(written.mean()), float(written.min()))
+            if logits_BLV is not None:
+                self.logits[row] = logits_BLV[place][state_nL[row] == mask_id]
+        self.masked_n[call.rows_R] -= call.counts_R
+        self.calls_n[call.rows_R] += 1
+
+
+def denoise(
+    models: Mapping[str, Any],
+    policy: Policy | Schedule,
+    plan: Plan,
+    *,
+    mask_id: int,
+    steps: float | None = None,
+    alpha: Alpha = LINEAR,
+    law: Law | None = None,
+    batch_size: int | None = None,
+    heavy: str | None = None,
+    device: torch.device | str = "cpu",
+    callback: Callable[[Event], None] | None = None,
+    on_calls: Callable[[int, int], None] | None = None,
+) -> Samples:
+    """Run a plan to its end. The lower of two levels: no tokenizer, no defaults taken from a family.
+
+    `policy` is a Schedule with model names in it (roles already bound), a Timetable, or any function of a RowState;
+    `steps` is T, or infinity. `heavy` names the model that savings are counted against (the last one otherwise).
+    `on_calls(done, total)` hears of progress in row-calls.
+    """
+    began = time.perf_counter()
+    names = tuple(models)
+    if heavy is not None and heavy not in names:
+        raise UserError(f"there is no model {heavy!r} to count savings against; the models are {', '.join(names)}")
+    if (plan.given_nL == mask_id).any():
+        raise UserError(f"the mask ({mask_id}) cannot be given as a token: write -1 where a position is free")
+    law = law or Law()
+    rule, times = _resolve(policy, steps)
+    events = make_events(plan, times, alpha)
+    batch = max(1, min(batch_size or plan.n, plan.n))
+    shapes, shapes_E = call_shapes(events, times, alpha, plan.length, batch)
+    queue = Queue(plan, events, shapes_E, shapes, in_flight=4 * batch)
+    engine = Engine(list(models.values()), plan, mask_id, law, device)
+    model_E = _static_models(rule, events, names)
+    memory = None
+    if model_E is None:
+        memory = _Memory(rule, names, plan, events, 0 if times is None else len(times) - 1)
+        model_E = np.full(len(events.step_E), -1, dtype=np.int64)
+
+    def look_ahead(rows: np.ndarray) -> None:
+        """Settle which model each of these rows goes to next."""
+        event = queue.next_n[rows]
+        if memory is not None:
+            model_E[event] = [memory.choose(int(r), int(e)) for r, e in zip(rows, event, strict=True)]
+        queue.model_n[rows] = model_E[event]
+
+    look_ahead(queue.todo)
+    done = network_calls = padded = 0
+    with settings(device):
+        while (call := queue.take()) is not None:
+            try:
+                token_N, logits_NV, logits_BLV = engine.run(call, memory is not None and memory.wants_logits)
+            except torch.OutOfMemoryError:
+                if batch == 1:
+                    raise
+                # Nothing was written by the call that failed: go on from here in smaller batches.
+                engine.release()
+                batch //= 2
+                queue.shapes, queue.shapes_E = call_shapes(events, times, alpha, plan.length, batch)
+                continue
+            queue.advance(call)
+            if memory is not None:
+                memory.remember(call, token_N, logits_NV, logits_BLV, engine.state_nL, mask_id)
+            look_ahead(call.rows_R[queue.next_n[call.rows_R] < queue.end_n[call.rows_R]])
+            if callback is not None:
+                for event in _told(call, token_N, events, names):
+                    callback(event)
+            done, network_calls = done + len(call.rows_R), network_calls + 1
+            padded += call.shape.rows - len(call.rows_R)
+            if on_calls is not None:
+                on_calls(done, len(model_E))
+    tokens = engine.state_nL[:-1].cpu().numpy()
+    cost = _count(models, model_E, events, plan.length, heavy or names[-1], memory is not None and memory.wants_logits)
+    if isinstance(rule, Timetable) and (depths := _depths(models)):
+        cost.blocks_saved = costs.blocks_saved(depths, rule.models, heavy or names[-1])
+    cost.network_calls, cost.padded_calls, cost.seconds = network_calls, padded, time.perf_counter() - began
+    model_nL = np.full(plan.given_nL.shape, -1, dtype=np.int16)
+    row_F = np.repeat(np.arange(plan.n), (plan.given_nL < 0).sum(axis=1))
+    model_nL[row_F, events.positions_F] = np.repeat(model_E, events.count_E)
+    return Samples(
+        tokens,
+        Trace(events.step_nL, plan.u_nL, model_nL, names),
+        cost,
+        str(policy),
+        INFINITY if times is None else len(times) - 1,
+        plan.seed,
+        changes_law=law.changes,
+    )
+
+
+def _resolve(policy: Policy | Schedule, steps: float | None) -> tuple[Policy, tuple[float, ...] | None]:
+    """The rule to follow and its grid of times (None at T = infinity)."""
+    if steps is not None and not (steps >= 1 and (math.isinf(steps) or steps == int(steps))):
+        raise UserError(f"the number of steps must be a whole number from 1 up, or inf, not {steps}")
+    if steps is not None and math.isinf(steps):
+        if isinstance(policy, Timetable):
+            raise UserError(f"the timetable has {policy.steps} steps, but T is infinite")
+        return policy, None
+    if isinstance(policy, Schedule):
+        policy = policy.timetable(None if steps is None else int(steps))
+    if isinstance(policy, Timetable):
+        if steps is not None and steps != policy.steps:
+            raise UserError(f"the timetable has {policy.steps} steps, but T is {int(steps)}")
+        return policy, policy.times
+    if steps is None:
+        raise UserError("a dynamic policy needs a number of steps")
+    return policy, tuple((int(steps) - k) / int(steps) for k in range(int(steps) + 1))
+
+
+def _static_models(rule: Policy | Schedule, events: Events, names: tuple[str, ...]) -> np.ndarray | None:
+    """The model of every event, where it is known beforehand."""
+    if not isinstance(rule, (Schedule, Timetable)):
+        return None
+    unknown = [name for name in rule.models if name not in names]
+    if unknown:
+        raise UserError(f"the schedule asks for model {unknown[0]!r}; the models are {', '.join(names)}")
+    if isinstance(rule, Timetable):
+        by_step = np.array([names.index(name) for name in rule.models])
+        return by_step[rule.steps - events.step_E]
+    # From the masked end, segment j owns the times in (ends[j], ends[j-1]].
+    owner = np.searchsorted(-np.asarray(rule.ends), -events.t_E, side="right")
+    return np.array([names.index(segment.model) for segment in rule.segments])[owner]
+
+
+def _depths(models: Mapping[str, Any]) -> dict[str, int] | None:
+    depths = {name: getattr(model, "depth", None) for name, model in models.items()}
+    return None if None in depths.values() else {name: int(depth) for name, depth in depths.items() if depth}
+
+
+def _count(
+    models: Mapping[str, Any], model_E: np.ndarray, events: Events, length: int, heavy: str, full_head: bool
+) -> costs.Cost:
+    """Charge every call that was made: one per event, with the logits it asked for."""
+    names = tuple(models)
+    pairs, number = np.unique(np.stack([model_E, events.count_E], axis=1), axis=0, return_counts=True)
+    cost = costs.Cost(calls={name: int((model_E == i).sum()) for i, name in enumerate(names)})
+    known = all(hasattr(model, "flops") for model in models.values())
+    cost.flops = cost.flops_all_heavy = 0.0 if known else None
+    if known:
+        for (model, count), times in zip(pairs.tolist(), number.tolist(), strict=True):
+            positions = None if full_head else count
+            cost.flops += times * models[names[model]].flops(length, positions)
+            cost.flops_all_heavy += times * models[heavy].flops(length, positions)
+    return cost
+
+
+def _told(call: Call, token_N: Tensor, events: Events, names: tuple[str, ...]) -> Iterator[Event]:
+    tokens, end = token_N.tolist(), 0
+    for row, event, count in zip(call.rows_R.tolist(), call.events_R.tolist(), call.counts_R.tolist(), strict=True):
+        positions = call.kept_position_N[end : end + count].tolist()
+        step, t = int(events.step_E[event]), float(events.t_E[event])
+        yield Event(row, step, t, names[call.model], positions, tokens[end : end + count])
+        end += count
+
+
+# ------------------------------------------------------------------------------------------------ for people
+
+
+def sample(
+    family: Family,
+    schedule: str | Schedule | Policy = "heavy",
+    n: int = 1,
+    *,
+    steps: float | None = None,
+    length: int | None = None,
+    seed: int = 0,
+    prompt: str | None = None,
+    suffix: str | None = None,
+    infill: str | None = None,
+    given: np.ndarray | None = None,
+    max_new_tokens: int | None = None,
+    stop: str | None = None,
+    temperature: float = 1.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    light: str | None = None,
+    heavy: str | None = None,
+    batch_size: int | None = None,
+    first_row: int = 0,
+    alpha: Alpha = LINEAR,
+    callback: Callable[[Event], None] | None = None,
+    on_calls: Callable[[int, int], None] | None = None,
+) -> Samples:
+    """n samples from a family under a model schedule.
+
+    `schedule` is text ("L32 H192 L32", "sandwich:25%"), a Schedule, or a dynamic policy. L and H are the family's
+    smallest and largest model unless `light` and `heavy` say otherwise. `steps` is T (default: the schedule's own
+    count, else the length), or infinity. What is given never changes: a `prompt` at the front, a `suffix` at the end,
+    an `infill` text with the tokenizer's blanks (one `_` per free position), or an array `given` of token ids with -1
+    at free positions. `temperature`, `top_p` and `top_k` change the law of the samples and are off by default.
+    `stop` cuts each text at its first occurrence, after sampling.
+    """
+    from relaylm.family import lay_out
+
+    policy: Policy | Schedule
+    light, heavy = family.roles(light, heavy)
+    if isinstance(schedule, str):
+        schedule = Schedule.parse(schedule)
+    policy = schedule.bind(light, heavy) if isinstance(schedule, Schedule) else schedule
+    if isinstance(policy, Schedule):
+        family.check_names(policy.models)
+    if given is None:
+        given = lay_out(family, prompt, suffix, infill, length, max_new_tokens)
+    elif given.shape[-1] > family.length:
+        raise UserError(f"{given.shape[-1]} positions are given, but the family's length is {family.length}")
+    if steps is None and not (isinstance(policy, Schedule) and policy.steps is not None):
+        steps = policy.steps if isinstance(policy, Timetable) else given.shape[-1]
+    plan = make_plan(n, given.shape[-1], seed, given, first_row)
+    names = policy.models if isinstance(policy, (Schedule, Timetable)) else tuple(family.models)
+    models = {name: model for name, model in family.models.items() if name in names or name == heavy}
+    samples = denoise(
+        models,
+        policy,
+        plan,
+        mask_id=family.mask_id,
+        steps=steps,
+        alpha=alpha,
+        law=Law(temperature, top_k, top_p),
+        batch_size=batch_size or family.batch_size(n, given.shape[-1]),
+        heavy=heavy,
+        device=family.device,
+        callback=callback,
+        on_calls=on_calls,
+    )
+    texts = [] if family.tokenizer is None else [family.tokenizer.decode(row) for row in samples.tokens]
+    if stop:
+        texts = [text.split(stop)[0] for text in texts]
+    return replace(samples, texts=texts)

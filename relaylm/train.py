@@ -1,0 +1,1390 @@
+r"""Token files in, a family of denoisers out.
+
+**What is minimised** is the continuous-time objective of `diffusion`, for each token
+
+    loss = 1/(B L)  sum_b 1/t_b  sum_{l masked in row b}  -log p_theta(x_l | z_t),        masked iff u_bl <= t_b,
+
+with antithetic times t (one even grid over the whole batch, shifted by one uniform number, floor 1e-3), AdamW, a
+linear warm-up, gradient clipping, and an exponential moving average of the weights, which is what is shipped. A judge is
+the same network with a causal mask and loss = mean -log p(x_l | x_<l); its vocabulary keeps the mask's column, which
+never occurs in text and so learns to have no probability.
+
+**Noise is keyed, not drawn.** Which rows a step reads, their times and their masks are functions of (seed, step, number
+of the sample in the whole batch), by Philox: they do not depend on the number of processes, on the micro-batch, or on
+where a run was interrupted. Sample k of a batch goes to process k mod W, so that every process sees the whole range of times. The
+one exception is dropout, which PyTorch draws: it is seeded by (seed, step, process, micro-batch), so a resumed run repeats
+it exactly, but another number of processes means another draw. Rows are read in a new random order in every pass over the text.
+
+**Head at masked positions only.** With a large vocabulary the masked positions (about half) are gathered before the
+output layer, into a fixed number of places, so that shapes are static and the host never waits to hear how many there are.
+Places = (expected number at the worst shift of the grid) + 9 standard deviations; Bernstein's inequality bounds the
+chance that a step needs more by 1e-16, and if one ever did training stops with an error. Below 512 tokens of vocabulary the
+head is so cheap that gathering costs more than it saves: it runs everywhere, and the weight of unmasked positions is 0.
+
+**MFU** (model FLOPs utilisation) counts what the objective needs and no more: for one row of length L
+
+    3 * [ depth * (24 L d^2 + 4 L^2 d) + 2 k d V ],        k = L/2 masked positions (causal: k = L, and 2 L^2 d),
+
+(forward once, backward twice; MLP ratio 4; elementwise work, optimizer and recomputation not counted), times rows/s, over the
+device's peak in bf16 without sparsity.
+
+**Crashes.** A run is a folder with one checkpoint, replaced atomically (`checkpoint`). Run the same command again and it goes
+on; on a CPU the final weights are those of an uninterrupted run, bit for bit (with the same number of threads).
+
+Shapes: B rows, L positions, M gathered positions, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import queue
+import re
+import signal
+import statistics
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from relaylm import checkpoint
+from relaylm.bound import Bound, bound, causal_bound, spread_rows
+from relaylm.corpus import TokenFile
+from relaylm.denoiser import Architecture, Transformer, build
+from relaylm.diffusion import LINEAR, low_discrepancy_times
+from relaylm.errors import UserError
+from relaylm.plan import philox, split_seed
+
+PRESETS = Path(__file__).parent / "presets"
+CHECKPOINT, METRICS, SUMMARY, SAMPLES = "checkpoint.safetensors", "metrics.jsonl", "summary.json", "samples.jsonl"
+GATHER_FROM = 512  # vocabulary size from which the head runs at masked positions only
+
+# What a Philox counter is used for (its last word); plan.py has the small numbers.
+_SHIFT, _MASK = 16, 17
+_LOW = 0xFFFFFFFF
+
+# Dense bf16 TFLOP/s by the vendors' data sheets, for MFU.
+PEAK_TFLOPS = {
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+    "V100": 125.0,
+}
+MFU_FORMULA = (
+    "rows/s * 3 * (depth * (24 L d^2 + 4 L^2 d) + 2 k d V) / peak, k = L/2 masked positions (causal: k = L, 2 L^2 d)"
+)
+
+
+# --------------------------------------------------------------------------------------------------------- recipes
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every number of a training run. The defaults are MDLM's, which the paper uses."""
+
+    steps: int = 1_000_000
+    """Updates of the weights."""
+    batch: int = 512
+    """Rows in an update, over all processes."""
+    micro_batch: int = 0
+    """Rows a process sends through the network at once; 0: its whole share. Does not change the result."""
+    lr: float = 3e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    """Largest norm of the gradient; 0: no clipping."""
+    warmup: int = 2500
+    """Steps over which the learning rate rises linearly."""
+    decay: str = "constant"
+    """After the warm-up: constant, cosine or linear."""
+    final_lr: float = 0.0
+    """Where cosine and linear end, as a share of lr."""
+    ema: float = 0.9999
+    """Decay of the moving average; ramped up as min(ema, (1 + n) / (10 + n)) after n updates."""
+    dropout: float = 0.1
+    floor: float = 1e-3
+    """The smallest time."""
+    seed: int = 0
+    precision: str = "auto"
+    """bf16 (autocast; weights and optimizer stay fp32), fp32, or auto: bf16 on CUDA, fp32 elsewhere."""
+    compile: str = "auto"
+    """torch.compile: on, off, or auto: on CUDA with Triton."""
+    attention: str = "auto"
+    """Which fused attention CUDA uses: flash, cudnn, or auto, which leaves it to PyTorch."""
+    shard: bool = False
+    """Split weights and optimizer over the processes (fully_shard), for what does not fit; otherwise each has a copy."""
+    log_every: int = 50
+    eval_every: int = 5000
+    """Steps between validation bounds; 0: only at the end."""
+    eval_rows: int = 256
+    """Held-out rows for them."""
+    eval_draws: int = 4
+    sample_every: int = 0
+    """Steps between samples; 0: none."""
+    checkpoint_every: int = 1000
+    diverged: float = 3.0
+    """Stop when the mean loss of `log_every` steps is this many times its running median (after the warm-up)."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "log_every", "checkpoint_every", "eval_rows", "eval_draws"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("micro_batch", "warmup", "eval_every", "sample_every", "seed", "weight_decay", "clip"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} must be at least 0, not {getattr(self, name)}")
+        for name in ("beta1", "beta2", "ema", "dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
+        if not 0 < self.floor < 1:
+            raise UserError(f"floor must lie between 0 and 1, not {self.floor}")
+        if not (self.lr > 0 and self.eps > 0 and self.diverged > 1):
+            raise UserError(f"lr and eps must be above 0 and diverged above 1, not {self.lr}, {self.eps}, {self.diverged}")
+        if not 0 <= self.final_lr <= 1:
+            raise UserError(f"final_lr is a share of lr, 0 to 1, not {self.final_lr}")
+        for name, choices in (
+            ("decay", ("constant", "cosine", "linear")),
+            ("precision", ("auto", "bf16", "fp32")),
+            ("compile", ("auto", "on", "off")),
+            ("attention", ("auto", "flash", "cudnn")),
+        ):
+            if getattr(self, name) not in choices:
+                raise UserError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
+
+
+# What may change between a run and its resumption, because it does not change the weights (or only their last bits).
+OPERATIONAL = (
+    "micro_batch",
+    "compile",
+    "attention",
+    "shard",
+    "log_every",
+    "eval_every",
+    "eval_rows",
+    "eval_draws",
+    "sample_every",
+    "checkpoint_every",
+    "diverged",
+)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A family's shape and its recipe. `tokenizer` and `packing` are what `prepare` should be given."""
+
+    name: str = "custom"
+    tokenizer: str = "bytes"
+    packing: str = "running"
+    length: int = 256
+    width: int = 768
+    heads: int = 12
+    depths: tuple[int, ...] = (4, 6, 8, 10, 12)
+    twin: int | None = None
+    judge: int | None = None
+    time_conditioning: bool = False
+    recipe: Recipe = field(default_factory=Recipe)
+
+    def __post_init__(self) -> None:
+        if not self.depths or any(depth < 1 for depth in self.depths) or len(set(self.depths)) < len(self.depths):
+            raise UserError(f"depths must be different numbers of blocks, at least one, not {list(self.depths)}")
+        if self.twin is not None and self.twin not in self.depths:
+            raise UserError(f"the twin repeats a model of the family: its depth must be one of {list(self.depths)}")
+        if self.judge is not None and self.judge < 1:
+            raise UserError(f"the judge must have at least 1 block, not {self.judge}")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def architecture(self, depth: int, vocab_size: int, mask_id: int, causal: bool = False) -> Architecture:
+        timed = self.time_conditioning and not causal
+        return Architecture(
+            vocab_size,
+            self.length,
+            self.width,
+            depth,
+            self.heads,
+            mask_id,
+            adaln=timed,
+            time_conditioning=timed,
+            causal=causal,
+        )
+
+
+def presets() -> list[str]:
+    """The names of the presets that come with the package."""
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def load_preset(name_or_path: str | Path, **overrides: Any) -> Preset:
+    """A preset by name or from a TOML file with the tables [data], [model] and [train]; overridden by keyword, with the
+    names of the fields of `Preset` and `Recipe`. An override of None is none."""
+    path = Path(name_or_path)
+    if path.suffix != ".toml":
+        path = PRESETS / f"{name_or_path}.toml"
+        if not path.is_file():
+            raise UserError(f"there is no preset {str(name_or_path)!r}: choose {', '.join(presets())}, or a .toml file")
+    try:
+        tables = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from None
+    shape_names = {f.name for f in fields(Preset)} - {"name", "recipe"}
+    recipe_names = {f.name for f in fields(Recipe)}
+    values: dict[str, Any] = {}
+    for table, allowed in (("data", shape_names), ("model", shape_names), ("train", recipe_names)):
+        for key, value in tables.pop(table, {}).items():
+            if key not in allowed:
+                raise UserError(f"{path.name} has an unknown entry {table}.{key}: allowed are {', '.join(sorted(allowed))}")
+            values[key] = value
+    if tables:
+        raise UserError(f"{path.name} has an unknown entry {next(iter(tables))!r}: it has the tables data, model, train")
+    for key, value in overrides.items():
+        if key not in shape_names | recipe_names:
+            raise UserError(f"there is no setting {key!r}: there are {', '.join(sorted(shape_names | recipe_names))}")
+        if value is not None:
+            values[key] = value
+    values = {key: _checked(key, value) for key, value in values.items()}
+    recipe = Recipe(**{key: values.pop(key) for key in list(values) if key in recipe_names})
+    return Preset(name=path.stem, recipe=recipe, **values)
+
+
+def _checked(key: str, value: Any) -> Any:
+    """A setting with the type of its default (TOML and command lines are loose about int and float)."""
+    defaults = {**{f.name: f.default for f in fields(Recipe)}, **{f.name: f.default for f in fields(Preset)}}
+    default = defaults[key]
+    if key in ("twin", "judge"):
+        default = 0
+    if isinstance(default, tuple):
+        if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
+            raise UserError(f"{key} must be a list of whole numbers, not {value!r}")
+        return tuple(value)
+    if isinstance(default, float) and type(value) is int:
+        value = float(value)
+    if type(value) is not type(default):
+        raise UserError(f"{key} must be of the kind {type(default).__name__}, not {value!r}")
+    return value
+
+
+def lr_at(recipe: Recipe, step: int) -> float:
+    """The learning rate of update `step` (0 is the first): (step + 1) / warmup of lr until it is reached, then as `decay`
+    says, arriving at final_lr * lr with the last update."""
+    if step < recipe.warmup:
+        return recipe.lr * (step + 1) / recipe.warmup
+    if recipe.decay == "constant":
+        return recipe.lr
+    done = (step + 1 - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    falling = (1 + math.cos(math.pi * done)) / 2 if recipe.decay == "cosine" else 1 - done
+    return recipe.lr * (recipe.final_lr + (1 - recipe.final_lr) * falling)
+
+
+def ema_decay(recipe: Recipe, updates: int) -> float:
+    """MDLM's ramp: min(ema, (1 + n) / (10 + n)) at the n-th update (1 is the first)."""
+    return min(recipe.ema, (1 + updates) / (10 + updates))
+
+
+# ------------------------------------------------------------------------------------------------- processes, devices
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that train together, and this one's place among them."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+
+@contextlib.contextmanager
+def world(device: str | torch.device = "auto") -> Iterator[World]:
+    """One process, or all that torchrun started (it sets RANK, WORLD_SIZE and LOCAL_RANK)."""
+    from relaylm.family import pick_device
+
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    chosen = pick_device(device)
+    if chosen.type == "cuda":
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if size > 1 else chosen.index or 0)
+        torch.cuda.set_device(chosen)
+    if size == 1:
+        yield World(chosen)
+        return
+    began = not dist.is_initialized()
+    if began:
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        yield World(chosen, rank, size)
+    finally:
+        if began:
+            dist.destroy_process_group()
+
+
+def training_flops(a: Architecture, length: int) -> float:
+    """Operations that one row of training needs: see MFU in the module's text."""
+    attention = (2 if a.causal else 4) * length**2 * a.width
+    blocks = a.depth * (2 * length * (4 + 2 * a.mlp_ratio) * a.width**2 + attention)
+    positions = length if a.causal else length / 2
+    return 3.0 * (blocks + 2 * positions * a.width * a.vocab_size)
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """The device's dense bf16 peak by its data sheet, None if it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{re.escape(key)}\b", name)), None)
+
+
+# ----------------------------------------------------------------------------------------------------------- batches
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64: a bijection of 64-bit words that scatters them."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def shuffled(index_n: np.ndarray, size: int, seed: int) -> np.ndarray:
+    """Where the index-th row of an endless sequence of shuffled passes over `size` rows lies. Stateless: a Feistel
+    network on the smallest even number of bits that holds the size, walked until it lands inside."""
+    epoch_n, position_n = (index_n // size).astype(np.uint64), (index_n % size).astype(np.uint64)
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    low = np.uint64((1 << int(half)) - 1)
+    with np.errstate(over="ignore"):
+        key_n = _mix(_mix(np.full(len(index_n), seed, dtype=np.uint64)) + epoch_n)
+        result, walking = position_n.copy(), np.arange(len(index_n))
+        while len(walking):
+            left, right = result[walking] >> half, result[walking] & low
+            for turn in range(6):
+                scattered = _mix(right + key_n[walking] + np.uint64(turn) * np.uint64(0x9E3779B97F4A7C15))
+                left, right = right, left ^ (scattered & low)
+            result[walking] = (left << half) | right
+            walking = walking[result[walking] >= size]
+    return result.astype(np.int64)
+
+
+def _shift(seed: int, step: int) -> float:
+    """The uniform number that shifts the grid of times of a step."""
+    words = philox([np.array([x], dtype=np.int64) for x in (step & _LOW, step >> 32, 0, _SHIFT)], split_seed(seed))
+    return float((int(words[0][0]) << 21 | int(words[1][0]) >> 11) * 2.0**-53)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of one process, as a function of the step."""
+
+    corpus: TokenFile
+    recipe: Recipe
+    length: int
+    seed: int
+    causal: bool
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.recipe.batch % self.size:
+            raise UserError(f"the batch ({self.recipe.batch}) must be a multiple of the {self.size} processes")
+        if self.share % self.micro:
+            raise UserError(f"the micro-batch ({self.micro}) must divide each process's share of {self.share} rows")
+
+    @property
+    def share(self) -> int:
+        return self.recipe.batch // self.size
+
+    @property
+    def micro(self) -> int:
+        return min(self.recipe.micro_batch or self.share, self.share)
+
+    def at(self, step: int) -> list[dict[str, Tensor]]:
+        """The micro-batches of a step, on the host. Sample k goes to process k mod W, and within it in the same manner to
+        a micro-batch, so that each has times from the whole range."""
+        batch, corpus = self.recipe.batch, self.corpus
+        windows, phases = corpus.windows(self.length), corpus.phases(self.length)
+        times = low_discrepancy_times(_shift(self.seed, step), batch, floor=self.recipe.floor)
+        turns = self.share // self.micro
+        if corpus.train_real is None:
+            symbols = batch * (self.length - self.causal)
+        else:  # all processes must divide by the same number
+            everyone = shuffled(step * batch + np.arange(batch), windows, self.seed)
+            symbols = int((corpus.train_real[everyone] - int(self.causal)).sum())
+        result = []
+        for turn in range(turns):
+            k = self.rank + self.size * (turn + turns * np.arange(self.micro))
+            sample = step * batch + k
+            row = shuffled(sample, windows, self.seed)
+            with np.errstate(over="ignore"):
+                phase = (_mix((sample // windows).astype(np.uint64) + np.uint64(self.seed)) % np.uint64(phases)).astype(np.int64)
+            tokens, real = corpus.batch(row, self.length, phase)
+            if tokens.dtype != np.uint8:
+                tokens = tokens.astype(np.int32)  # PyTorch can do little with uint16 and uint32
+            t = times[k]
+            weight = np.full(self.micro, self.size / symbols) if self.causal else LINEAR.weight(t) * (self.size / symbols)
+            made = {
+                "tokens": torch.from_numpy(np.ascontiguousarray(tokens)),
+                "sample": torch.from_numpy(sample),
+                # A 32-bit word below this masks: the share 1 - alpha(t) of all words.
+                "threshold": torch.from_numpy(np.ceil((1 - LINEAR(t)) * 2.0**32).astype(np.int64)),
+                "weight": torch.from_numpy(weight.astype(np.float32)),
+                "t": torch.from_numpy(t.astype(np.float32)),
+            }
+            if real is not None:
+                made["real"] = torch.from_numpy(real.astype(np.int64))
+            result.append(made)
+        return result
+
+
+class _Prefetch:
+    """Batches made by a thread, a few steps ahead, in pinned memory if they go to a GPU."""
+
+    def __init__(self, make: Callable[[int], list[dict[str, Tensor]]], steps: range, pin: bool, ahead: int = 4) -> None:
+        self._queue: queue.Queue[Any] = queue.Queue(maxsize=ahead)
+        self._stop = threading.Event()
+        self._make, self._steps, self._pin = make, steps, pin
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            for step in self._steps:
+                made = self._make(step)
+                if self._pin:
+                    made = [{key: value.pin_memory() for key, value in part.items()} for part in made]
+                if not self._put(made):
+                    return
+        except BaseException as error:  # handed to the training loop
+            self._put(error)
+
+    def _put(self, item: Any) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def next(self) -> list[dict[str, Tensor]]:
+        item = self._queue.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def __enter__(self) -> _Prefetch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+# --------------------------------------------------------------------------------------------------------- objective
+
+
+def mask_words(seed: int, sample_B: Tensor, length: int) -> Tensor:
+    """A 32-bit word for each position of each sample, (B, L) int64: a position is masked while its word is below
+    (1 - alpha(t)) 2^32. Integer arithmetic, the same on every device."""
+    quad = torch.arange(-(-length // 4), device=sample_B.device)[None, :]
+    zero = torch.zeros_like(quad + sample_B[:, None])
+    counter = (zero + quad, zero + (sample_B & _LOW)[:, None], zero + (sample_B >> 32)[:, None], zero + _MASK)
+    words = philox(counter, split_seed(seed))
+    return torch.stack(words, dim=-1).flatten(1)[:, :length]
+
+
+def places(rows: int, length: int) -> int:
+    """Room for the masked positions of a batch with antithetic times, in multiples of 128.
+
+    The times of b rows are an even grid of spacing 1/b, so they add up to at most (b + 1) / 2; the number of masked
+    positions has a variance of at most L (b/6 + 1/4), since the sum of t (1 - t) over such a grid is within 1/4 of b/6."""
+    expected, deviation = length * (rows + 1) / 2, math.sqrt(length * (rows / 6 + 0.25))
+    return min(rows * length, -(-int(expected + 9 * deviation + 30) // 128) * 128)
+
+
+class Objective(nn.Module):
+    """The loss as a module, so that it can be compiled, replicated and sharded as a whole."""
+
+    def __init__(self, model: Transformer, seed: int, bf16: bool, rows: int, length: int, gather: bool | None = None) -> None:
+        super().__init__()
+        self.model, self.seed, self.bf16 = model, seed, bf16
+        large = model.vocab_size >= GATHER_FROM if gather is None else gather
+        self.places = places(rows, length) if large and not model.architecture.causal else None
+        step = 64 if model.vocab_size >= GATHER_FROM else 8
+        self.padding = -model.vocab_size % step if bf16 else 0  # tensor cores want round numbers of columns
+
+    def forward(
+        self, tokens: Tensor, sample: Tensor, threshold: Tensor, weight: Tensor, t: Tensor, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(sum of weighted -log p, [positions scored, positions that did not find a place])."""
+        tokens_BL = tokens.long()
+        length = tokens_BL.shape[1]
+        scored_BL = torch.ones_like(tokens_BL, dtype=torch.bool)
+        if real is not None:
+            scored_BL = torch.arange(length, device=tokens.device) < real[:, None]
+        with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=self.bf16):
+            if self.model.architecture.causal:
+                x_BLD = self.model.hidden_at(tokens_BL, t, None)
+                target_BL = tokens_BL.roll(-1, dims=1)  # what position l is to predict is the token at l + 1
+                scored_BL = scored_BL.roll(-1, dims=1) & (torch.arange(length, device=tokens.device) < length - 1)
+            else:
+                masked_BL = mask_words(self.seed, sample, length) < threshold[:, None]
+                x_BLD = self.model.hidden_at(torch.where(masked_BL, self.model.mask_id, tokens_BL), t, None)
+                target_BL = tokens_BL
+                scored_BL = scored_BL & masked_BL
+            weight_BL = torch.where(scored_BL, weight[:, None], 0.0)
+            count = scored_BL.sum()
+            x_MD, target_M, weight_M = x_BLD.flatten(0, 1), target_BL.flatten(), weight_BL.flatten()
+            t_M = t.repeat_interleave(length) if self.model.architecture.adaln else None
+            lost = torch.zeros_like(count)
+            if self.places is not None:
+                index_M, kept_M, lost = _places_of(scored_BL.flatten(), self.places)
+                x_MD, target_M = x_MD[index_M], target_M[index_M]
+                weight_M = torch.where(kept_M, weight_M[index_M], 0.0)
+                t_M = None if t_M is None else t_M[index_M]
+            nll_M = self._nll(x_MD, target_M, t_M)
+        return (nll_M * weight_M).sum(), torch.stack([count, lost])
+
+    def _nll(self, x_MD: Tensor, target_M: Tensor, t_M: Tensor | None) -> Tensor:
+        """-log p in float32. A denoiser gives the mask no probability (its column's bias is -infinity here)."""
+        model, out = self.model, self.model.output_layer
+        is_mask_V = torch.arange(model.vocab_size, device=x_MD.device) == model.mask_id
+        if out.adaLN_modulation is not None:
+            logits_MV = model.head(x_MD, t_M).float().masked_fill(is_mask_V, -torch.inf)
+            return F.cross_entropy(logits_MV, target_M, reduction="none")
+        weight, bias = out.linear.weight, out.linear.bias
+        if not model.architecture.causal:
+            bias = bias.masked_fill(is_mask_V, -torch.inf)
+        if self.padding:
+            weight, bias = F.pad(weight, (0, 0, 0, self.padding)), F.pad(bias, (0, self.padding), value=-torch.inf)
+        logits_MV = F.linear(out.norm_final(x_MD), weight, bias)
+        return F.cross_entropy(logits_MV.float(), target_M, reduction="none")
+
+
+def _places_of(flag_N: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of the first `room` set flags (0 beyond their number), which of the places are taken, and how many flags
+    found none: torch.nonzero with a fixed size, without asking the host."""
+    rank_N = flag_N.cumsum(0) - 1
+    slot_N = torch.where(flag_N & (rank_N < room), rank_N, room)
+    index = torch.zeros(room + 1, dtype=torch.int64, device=flag_N.device)
+    index = index.scatter(0, slot_N, torch.arange(len(flag_N), device=flag_N.device))[:room]
+    count = rank_N[-1] + 1
+    kept = torch.arange(room, device=flag_N.device) < count
+    return torch.where(kept, index, 0), kept, (count - room).clamp_min(0)
+
+
+# ----------------------------------------------------------------------------------------------------------- trainer
+
+
+class Trainer:
+    """A network, its optimizer and its moving average: everything that changes from step to step."""
+
+    def __init__(self, architecture: Architecture, recipe: Recipe, seed: int, where: World, gather: bool | None = None) -> None:
+        self.recipe, self.seed, self.world = recipe, seed, where
+        device = where.device
+        on_cuda = device.type == "cuda"
+        self.precision = ("bf16" if on_cuda else "fp32") if recipe.precision == "auto" else recipe.precision
+        self.step_count = 0
+        self.model = Transformer(architecture, recipe.dropout).initialise(torch.Generator().manual_seed(seed)).to(device)
+        self.model.train()
+        self.model.angles(architecture.length)  # made here once, outside of what is compiled or run without gradients
+        share = recipe.batch // where.size
+        rows = min(recipe.micro_batch or share, share)
+        self.objective = Objective(self.model, seed, self.precision == "bf16", rows, architecture.length, gather)
+        if on_cuda and recipe.attention != "auto":
+            torch.backends.cuda.enable_flash_sdp(recipe.attention == "flash")
+            torch.backends.cuda.enable_cudnn_sdp(recipe.attention == "cudnn")
+        if recipe.shard and where.size > 1:
+            _shard(self.objective)
+        self.params = dict(self.model.named_parameters())
+        self.ema = {name: value.detach().clone() for name, value in self.params.items()}
+        self.optimizer = torch.optim.AdamW(
+            self.params.values(),
+            lr=recipe.lr,
+            betas=(recipe.beta1, recipe.beta2),
+            eps=recipe.eps,
+            weight_decay=recipe.weight_decay,
+            fused=on_cuda or None,
+        )
+        self.run: Callable[..., tuple[Tensor, Tensor]] = self.objective
+        if recipe.compile == "on" or (recipe.compile == "auto" and on_cuda and _has_triton()):
+            self.run = torch.compile(self.objective, dynamic=False)  # type: ignore[assignment]
+        if where.size > 1 and not recipe.shard:
+            self.run = nn.parallel.DistributedDataParallel(
+                self.run,  # type: ignore[arg-type]
+                device_ids=[device.index] if on_cuda else None,
+                gradient_as_bucket_view=True,
+            )
+
+    def step(self, parts: list[dict[str, Tensor]]) -> Tensor:
+        """One update. Returns, on the device, (loss of this process's share, norm of the gradient, positions scored,
+        positions without a place): nothing here waits for the device."""
+        recipe, device = self.recipe, self.world.device
+        loss, counts = torch.zeros((), device=device), torch.zeros(2, dtype=torch.int64, device=device)
+        for turn, part in enumerate(parts):
+            if recipe.dropout:
+                torch.manual_seed(self._dropout_seed(turn))
+            inputs = {key: value.to(device, non_blocking=True) for key, value in part.items()}
+            with self._synchronised(last=turn == len(parts) - 1):
+                part_loss, part_counts = self.run(**inputs)
+                part_loss.backward()
+            loss, counts = loss + part_loss.detach(), counts + part_counts
+        norm = torch.nn.utils.clip_grad_norm_(self.params.values(), recipe.clip or math.inf)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr_at(recipe, self.step_count)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step_count += 1
+        ema, now = [_local(v) for v in self.ema.values()], [_local(v.detach()) for v in self.params.values()]
+        torch._foreach_lerp_(ema, now, 1 - ema_decay(recipe, self.step_count))
+        return torch.stack([loss / self.world.size, _full(norm), counts[0].float(), counts[1].float()])
+
+    def _dropout_seed(self, turn: int) -> int:
+        words = np.array([self.seed, self.step_count, self.world.rank, turn], dtype=np.uint64)
+        with np.errstate(over="ignore"):
+            key = _mix(_mix(_mix(_mix(words[:1]) + words[1:2]) + words[2:3]) + words[3:4])
+        return int(key[0] >> np.uint64(1))
+
+    def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Gradients are exchanged once for each update, with its last micro-batch."""
+        if isinstance(self.run, nn.parallel.DistributedDataParallel) and not last:
+            return self.run.no_sync()
+        if self.recipe.shard and self.world.size > 1:
+            self.objective.set_requires_gradient_sync(last)  # type: ignore[operator]
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[Transformer]:
+        """The network with its moving average for weights, ready to be evaluated; the weights come back afterwards."""
+        ema, now = [_local(v) for v in self.ema.values()], [_local(v.detach()) for v in self.params.values()]
+        kept = [value.clone() for value in now]
+        torch._foreach_copy_(now, ema)
+        self.model.eval()
+        try:
+            yield self.model
+        finally:
+            torch._foreach_copy_(now, kept)
+            self.model.train()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it, whole and on the host, by name. With sharding every process must call this."""
+        made = {}
+        for name, value in self.params.items():
+            moments = self.optimizer.state.get(value, {})
+            made[f"weights/{name}"] = _host(value)
+            made[f"average/{name}"] = _host(self.ema[name])
+            for key in ("exp_avg", "exp_avg_sq"):
+                made[f"{key}/{name}"] = _host(moments[key]) if moments else torch.zeros(value.shape)
+        return made
+
+    def restore(self, tensors: dict[str, Tensor], step: int) -> None:
+        for name, value in self.params.items():
+            _assign(value, tensors[f"weights/{name}"])
+            _assign(self.ema[name], tensors[f"average/{name}"])
+            if not step:
+                continue
+            state = self.optimizer.state[value]
+            on_device = self.optimizer.param_groups[0]["fused"]
+            state["step"] = torch.tensor(float(step), device=self.world.device if on_device else "cpu")
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = torch.zeros_like(value, memory_format=torch.preserve_format)
+                _assign(state[key], tensors[f"{key}/{name}"])
+        self.step_count = step
+
+
+def _has_triton() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("triton") is not None
+
+
+def _shard(objective: Objective) -> None:
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    for block in objective.model.blocks:
+        fully_shard(block)
+    fully_shard(objective)
+    # Evaluation enters by these instead of `forward`.
+    for method in ("evaluate", "evaluate_causal"):
+        if hasattr(objective, method):
+            register_fsdp_forward_method(objective, method)
+
+
+def _is_sharded(value: Tensor) -> bool:
+    return hasattr(value, "to_local")
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if _is_sharded(value) else value  # type: ignore[operator]
+
+
+def _full(value: Tensor) -> Tensor:
+    return value.full_tensor() if _is_sharded(value) else value  # type: ignore[operator]
+
+
+def _host(value: Tensor) -> Tensor:
+    return _full(value.detach()).to("cpu", copy=True)
+
+
+def _assign(target: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        if _is_sharded(target):
+            from torch.distributed.tensor import distribute_tensor
+
+            value = distribute_tensor(value.to(target.device), target.device_mesh, target.placements)  # type: ignore[attr-defined]
+        target.copy_(value)
+
+
+# --------------------------------------------------------------------------------------------------------- one model
+
+
+class _Signals:
+    """Ctrl-C and SIGTERM are noted, and acted on between two steps; a second Ctrl-C is not waited for."""
+
+    def __init__(self) -> None:
+        self.got: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.got = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._restore()
+
+
+def evaluate(trainer: Trainer, corpus: TokenFile, length: int, rows: int, draws: int) -> Bound | None:
+    """The bound of the averaged weights on held-out rows, None if nothing is held out."""
+    if not len(corpus.heldout):
+        return None
+    real = None
+    if corpus.heldout.ndim == 2:
+        chosen = np.linspace(0, len(corpus.heldout) - 1, min(rows, len(corpus.heldout))).astype(np.int64)
+        tokens = np.asarray(corpus.heldout[chosen]).astype(np.int64)
+        real = None if corpus.heldout_real is None else np.asarray(corpus.heldout_real[chosen])
+    else:
+        tokens = spread_rows(corpus.heldout, length, rows)
+    device, precision = trainer.world.device, trainer.precision
+    with trainer.averaged() as model:
+        if model.architecture.causal:
+            return causal_bound(model, tokens, real_N=real, device=device, precision=precision)
+        return bound(model, tokens, real_N=real, draws=draws, device=device, precision=precision)
+
+
+def train_model(
+    corpus: TokenFile,
+    folder: str | Path,
+    architecture: Architecture,
+    recipe: Recipe,
+    *,
+    seed: int | None = None,
+    where: World | None = None,
+    label: str = "",
+    progress: bool = True,
+    force: bool = False,
+) -> dict[str, Any]:
+    """Train one network, or go on where a run stopped, and return its summary. `force` lets a changed recipe or corpus
+    pass (the result is then not that of any one recipe)."""
+    where = where or World(torch.device("cpu"))
+    folder = Path(folder)
+    seed = recipe.seed if seed is None else seed
+    batches = Batches(corpus, recipe, architecture.length, seed, architecture.causal, where.rank, where.size)
+    corpus.windows(architecture.length)  # is there enough text?
+    identity = _identity(corpus, architecture, recipe, seed)
+    found = checkpoint.load(folder / CHECKPOINT)
+    state: dict[str, Any] = {"step": 0, "seconds": 0.0, "recent": [], "masked": 0}
+    if found is not None:
+        state = {**found[1]}
+        _check_identity(folder, state.pop("identity"), identity, force)
+        summary = checkpoint.read_json(folder / SUMMARY)
+        if state["step"] >= recipe.steps and summary is not None:
+            return summary
+    trainer = Trainer(architecture, recipe, seed, where)
+    if found is not None:
+        try:
+            trainer.restore(found[0], state["step"])
+        except (KeyError, RuntimeError) as error:
+            raise UserError(f"the checkpoint {folder / CHECKPOINT} does not fit this network: {error}") from None
+        del found
+    log = _Log(folder, state["step"], where.main)
+    loop = _Loop(trainer, corpus, folder, log, state, identity, label)
+    if state["step"] < recipe.steps:
+        pin = where.device.type == "cuda"
+        steps = range(state["step"], recipe.steps)
+        with _Signals() as signals, _Prefetch(batches.at, steps, pin) as ahead, loop.bar(progress and where.main):
+            loop.go(ahead, signals)
+    return loop.finish()
+
+
+def _identity(corpus: TokenFile, architecture: Architecture, recipe: Recipe, seed: int) -> dict[str, Any]:
+    """What a checkpoint belongs to."""
+    kept = {key: value for key, value in asdict(recipe).items() if key not in OPERATIONAL}
+    shape = {f"model.{key}": value for key, value in architecture.to_json().items()}
+    return {**kept, **shape, "seed": seed, **{f"corpus.{key}": value for key, value in corpus.identity.items()}}
+
+
+def _check_identity(folder: Path, before: dict[str, Any], now: dict[str, Any], force: bool) -> None:
+    changed = [key for key in now if before.get(key) != now[key]]
+    if changed and not force:
+        listed = "; ".join(f"{key} was {before.get(key)}, is {now[key]}" for key in changed[:4])
+        raise UserError(
+            f"{folder} holds a run that began differently ({listed}): use the same settings, another folder, or force it"
+        )
+
+
+class _Log:
+    """metrics.jsonl, and TensorBoard where it is installed. Lines after the checkpoint are cut off on resuming."""
+
+    def __init__(self, folder: Path, step: int, main: bool) -> None:
+        self.path, self.main, self.board = folder / METRICS, main, None
+        if not main:
+            return
+        lines = []
+        if self.path.exists():
+            for line in self.path.read_text(errors="replace").splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    if json.loads(line)["step"] <= step:
+                        lines.append(line)
+        checkpoint.atomic_write(self.path, ["".join(line + "\n" for line in lines).encode()])
+        with contextlib.suppress(ImportError):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def add(self, row: dict[str, Any]) -> None:
+        if not self.main:
+            return
+        try:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror or error}") from error
+        if self.board is not None:
+            for key, value in row.items():
+                if isinstance(value, int | float) and key != "step":
+                    self.board.add_scalar(key, value, row["step"])
+
+
+class _Loop:
+    """The steps of one run: train, and every so often look at the numbers, evaluate, sample, save."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        corpus: TokenFile,
+        folder: Path,
+        log: _Log,
+        state: dict[str, Any],
+        identity: dict[str, Any],
+        label: str,
+    ) -> None:
+        self.trainer, self.corpus, self.folder, self.log = trainer, corpus, folder, log
+        self.state, self.identity, self.label = state, identity, label
+        self.recipe, self.world = trainer.recipe, trainer.world
+        self.architecture = trainer.model.architecture
+        self.length = self.architecture.length
+        self.peak = peak_tflops(self.world.device)
+        self.rows: list[Tensor] = []  # what steps returned since the numbers were last looked at; still on the device
+        self.clock = time.perf_counter()
+        self.last_bound: Bound | None = None
+        self.progress: tqdm | None = None
+
+    @contextlib.contextmanager
+    def bar(self, shown: bool) -> Iterator[None]:
+        with tqdm(
+            total=self.recipe.steps,
+            initial=self.state["step"],
+            desc=self.label or "train",
+            unit="step",
+            file=sys.stderr,
+            disable=not shown,
+            dynamic_ncols=True,
+        ) as self.progress:
+            yield
+
+    def go(self, ahead: _Prefetch, signals: _Signals) -> None:
+        recipe = self.recipe
+        self.clock = time.perf_counter()
+        while self.trainer.step_count < recipe.steps:
+            self.rows.append(self.trainer.step(ahead.next()))
+            step = self.trainer.step_count
+            if self.progress is not None:
+                self.progress.update(1)
+            last = step == recipe.steps
+            save = last or step % recipe.checkpoint_every == 0
+            look = save or step % recipe.log_every == 0
+            stopped = self._stopped(signals, look)
+            if look or stopped:
+                self._look()  # before anything is saved: a checkpoint must never hold a broken network
+            if not last and recipe.eval_every and step % recipe.eval_every == 0:
+                self._evaluate()
+            if recipe.sample_every and step % recipe.sample_every == 0 and not self.architecture.causal:
+                self._sample()
+            if save or stopped:
+                self._save()
+            if stopped:
+                print(f"stopped at step {step}; the checkpoint is saved, the same command goes on", file=sys.stderr)
+                raise KeyboardInterrupt if stopped == signal.SIGINT else SystemExit(128 + stopped)
+
+    def _stopped(self, signals: _Signals, look: bool) -> int:
+        """The signal that all processes agree to stop for, 0 for none. Several agree only when they look at the numbers."""
+        if self.world.size == 1:
+            return signals.got or 0
+        if not look:
+            return 0
+        flag = torch.tensor(signals.got or 0, device=self.world.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return int(flag)
+
+    def _look(self) -> None:
+        """Fetch the losses since the last time, check them, write them down."""
+        if not self.rows:
+            return
+        values = torch.stack(self.rows)
+        if self.world.size > 1:
+            mine = values[:, [0, 2, 3]].contiguous()
+            dist.all_reduce(mine)
+            values[:, [0, 2, 3]] = mine
+        table = values.cpu().double().numpy()
+        steps, step = len(self.rows), self.trainer.step_count
+        self.rows = []
+        seconds = time.perf_counter() - self.clock
+        self.clock = time.perf_counter()
+        self.state["seconds"] += seconds
+        self.state["masked"] += int(table[:, 2].sum())
+        loss, norm = float(table[:, 0].mean()), float(table[:, 1].mean())
+        self._check(table, step)
+        rows_per_s = steps * self.recipe.batch / seconds
+        row = {
+            "step": step,
+            "loss": loss,
+            "bits": loss / math.log(2),
+            "lr": lr_at(self.recipe, step - 1),
+            "grad_norm": norm,
+            "tokens": step * self.recipe.batch * self.length,
+            "tokens_per_s": rows_per_s * self.length,
+            "masked_per_s": float(table[:, 2].sum()) / seconds,
+            "mfu": self._mfu(rows_per_s),
+            "seconds": self.state["seconds"],
+        }
+        self.log.add(row)
+        if self.progress is not None:
+            mfu = "" if row["mfu"] is None else f" mfu {row['mfu']:.1%}"
+            held = "" if self.last_bound is None else f" held-out {self.last_bound.bits:.3f}"
+            self.progress.set_postfix_str(
+                f"bits {row['bits']:.3f}{held} {_short(rows_per_s * self.length)} tok/s "
+                f"({_short(float(table[:, 2].sum()) / seconds)} scored){mfu}"
+            )
+
+    def _check(self, table: np.ndarray, step: int) -> None:
+        kept = f"the last good checkpoint is in {self.folder}"
+        if table[:, 3].any():
+            raise RuntimeError(f"more positions were masked than there is room for before step {step}; {kept}")
+        broken = ~np.isfinite(table[:, :2]).all(axis=1)
+        if broken.any():
+            at = step - len(table) + int(broken.argmax()) + 1
+            raise UserError(f"the loss is not a number any more at step {at}: lower the learning rate; {kept}")
+        loss = float(table[:, 0].mean())
+        recent: list[float] = self.state["recent"]
+        if step > self.recipe.warmup and len(recent) >= 5 and loss > self.recipe.diverged * statistics.median(recent):
+            raise UserError(
+                f"the loss diverges at step {step}: {loss:.3f}, more than {self.recipe.diverged:g} times its running "
+                f"median {statistics.median(recent):.3f}; lower the learning rate; {kept}"
+            )
+        self.state["recent"] = [*recent, loss][-101:]
+
+    def _mfu(self, rows_per_s: float) -> float | None:
+        if self.peak is None:
+            return None
+        return rows_per_s * training_flops(self.architecture, self.length) / (self.peak * 1e12 * self.world.size)
+
+    def _evaluate(self) -> None:
+        began = time.perf_counter()
+        found = evaluate(self.trainer, self.corpus, self.length, self.recipe.eval_rows, self.recipe.eval_draws)
+        if found is not None:
+            self.last_bound = found
+            made = {f"heldout_{key}": value for key, value in found.to_json().items()}
+            self.log.add({"step": self.trainer.step_count, **made})
+        self.clock += time.perf_counter() - began  # not training time
+
+    def _sample(self) -> None:
+        """Four samples from the averaged weights, for the eye. Left out with sharded weights."""
+        if self.recipe.shard and self.world.size > 1:
+            return
+        from relaylm.plan import make_plan
+        from relaylm.sampler import denoise
+        from relaylm.schedule import Schedule
+
+        began = time.perf_counter()
+        with self.trainer.averaged() as model, torch.autocast(
+            self.world.device.type, dtype=torch.bfloat16, enabled=self.trainer.precision == "bf16"
+        ):
+            plan = make_plan(4, self.length, seed=self.recipe.seed)
+            steps = min(self.length, 64)
+            drawn = denoise(
+                {"model": model},
+                Schedule.parse("model"),
+                plan,
+                mask_id=model.mask_id,
+                steps=steps,
+                device=self.world.device,
+            )
+        if self.world.main:
+            tokenizer = self.corpus.tokenizer
+            texts = [tokenizer.decode(row) for row in drawn.tokens.tolist()]
+            with open(self.folder / SAMPLES, "a") as file:
+                file.write(json.dumps({"step": self.trainer.step_count, "steps": steps, "texts": texts}) + "\n")
+        self.clock += time.perf_counter() - began
+
+    def _save(self) -> None:
+        began = time.perf_counter()
+        tensors = self.trainer.tensors()
+        self.state["step"] = self.trainer.step_count
+        if self.world.main:
+            checkpoint.save(self.folder / CHECKPOINT, tensors, {**self.state, "identity": self.identity})
+        self.clock += time.perf_counter() - began
+
+    def finish(self) -> dict[str, Any]:
+        """The last evaluation, on four times the rows, and the summary that marks the run as done."""
+        found = evaluate(self.trainer, self.corpus, self.length, 4 * self.recipe.eval_rows, self.recipe.eval_draws)
+        a = self.architecture
+        tokens = self.recipe.steps * self.recipe.batch * self.length
+        summary = {
+            "label": self.label,
+            "steps": self.recipe.steps,
+            "tokens": tokens,
+            "masked": self.state["masked"],
+            "seconds": self.state["seconds"],
+            "tokens_per_s": tokens / max(1e-9, self.state["seconds"]),
+            "mfu": self._mfu(self.recipe.steps * self.recipe.batch / max(1e-9, self.state["seconds"])),
+            "mfu_formula": MFU_FORMULA,
+            "peak_tflops": self.peak,
+            "parameters": sum(value.numel() for value in self.trainer.params.values()),
+            "train_loss": self.state["recent"][-1] if self.state["recent"] else None,
+            "heldout": None if found is None else found.to_json(),
+            "bits_per_character": None if found is None else found.bits / self.corpus.characters_per_token(),
+            "architecture": a.to_json(),
+            "seed": self.trainer.seed,
+            "processes": self.world.size,
+            "device": torch.cuda.get_device_name(self.world.device) if self.world.device.type == "cuda" else "cpu",
+        }
+        if self.world.main:
+            checkpoint.write_json(self.folder / SUMMARY, summary)
+        return summary
+
+
+def _short(value: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.0f}"
+
+
+# ------------------------------------------------------------------------------------------------------------ family
+
+
+def train_family(
+    corpus_folder: str | Path,
+    out_folder: str | Path,
+    preset: str | Path | Preset = "tiny-cpu",
+    *,
+    device: str | torch.device = "auto",
+    name: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    progress: bool = True,
+    force: bool = False,
+    command: str | None = None,
+    **overrides: Any,
+) -> Path:
+    """Train a family's models one after the other, and write it to OUT/family; returns that folder.
+
+    `overrides` are fields of `Preset` and `Recipe` (depths, twin, judge, steps, lr, ...). Each model has a folder of its own
+    under OUT/models with its checkpoint, metrics and summary; what is finished there is not trained again. The resolved
+    settings go to OUT/config.json.
+    """
+    from relaylm.family import save_family
+
+    if isinstance(preset, Preset):
+        chosen = override(preset, **overrides)
+    else:
+        chosen = load_preset(preset, **overrides)
+    corpus = TokenFile.load(corpus_folder)
+    out = Path(out_folder).expanduser()
+    jobs = [(f"{depth}b", depth, False, chosen.recipe.seed) for depth in sorted(chosen.depths)]
+    if chosen.twin is not None:
+        jobs.append((f"{chosen.twin}b-twin", chosen.twin, False, chosen.recipe.seed + 1))
+    if chosen.judge is not None:
+        jobs.append(("judge", chosen.judge, True, chosen.recipe.seed))
+    shapes = {key: chosen.architecture(depth, corpus.vocab_size, corpus.mask_id, causal) for key, depth, causal, _ in jobs}
+    command = command or f"relaylm train --preset {chosen.name}"
+    with world(device) as where:
+        if where.main:
+            settings = {"preset": chosen.to_json(), "corpus": corpus.manifest, "command": command}
+            checkpoint.write_json(out / "config.json", {**settings, "torch": torch.__version__})
+        summaries = {}
+        for key, _, _, seed in jobs:
+            summaries[key] = train_model(
+                corpus,
+                out / "models" / key,
+                shapes[key],
+                chosen.recipe,
+                seed=seed,
+                where=where,
+                label=key,
+                progress=progress,
+                force=force,
+            )
+            if where.size > 1:
+                dist.barrier()  # the others must see the finished checkpoint
+        target = out / "family"
+        if where.main:
+            networks = {key: averaged_network(out / "models" / key, shapes[key]) for key, *_ in jobs}
+            judge = networks.pop("judge", None)
+            twin = networks.pop(f"{chosen.twin}b-twin", None)
+            save_family(
+                target,
+                networks,
+                corpus.tokenizer,
+                length=chosen.length,
+                name=name or chosen.name,
+                judge=judge,
+                twins={} if twin is None else {f"{chosen.twin}b": twin},
+                card=model_card(name or chosen.name, chosen, corpus, summaries, command),
+                meta={"preset": chosen.to_json(), "training": summaries, "corpus": corpus.manifest["splits"]},
+                dtype=dtype,
+                overwrite=True,
+            )
+    return target
+
+
+def override(preset: Preset, **overrides: Any) -> Preset:
+    """A preset with some of its settings, or of its recipe's, changed; None leaves one as it is."""
+    given = {key: value for key, value in overrides.items() if value is not None}
+    recipe_names = {f.name for f in fields(Recipe)}
+    unknown = sorted(set(given) - recipe_names - {f.name for f in fields(Preset)})
+    if unknown:
+        raise UserError(f"there is no setting {unknown[0]!r}")
+    if "depths" in given:
+        given["depths"] = tuple(given["depths"])
+    recipe = replace(preset.recipe, **{key: given.pop(key) for key in list(given) if key in recipe_names})
+    return replace(preset, recipe=recipe, **given)
+
+
+def averaged_network(folder: Path, architecture: Architecture) -> Transformer:
+    """The network of a run's checkpoint with the averaged weights, in float32."""
+    found = checkpoint.load(folder / CHECKPOINT)
+    if found is None:
+        raise UserError(f"there is no checkpoint in {folder}")
+    prefix = "average/"
+    return build(architecture, {k.removeprefix(prefix): v for k, v in found[0].items() if k.startswith(prefix)})
+
+
+def model_card(
+    name: str, preset: Preset, corpus: TokenFile, summaries: dict[str, dict[str, Any]], command: str
+) -> str:
+    """README.md of a family: what it is, what it was trained on and how, how good it is, what it is not for."""
+    licence = corpus.manifest["licence"] or "not stated"
+    sources = ", ".join(source["name"] for source in corpus.manifest["request"]["sources"])
+    unit = "character" if corpus.manifest["tokenizer"]["type"] in ("text8", "bytes") else "token"
+    lines = [
+        "---",
+        "library_name: relaylm",
+        "tags: [masked-diffusion, text-generation]",
+        "---",
+        f"# {name}",
+        "",
+        f"Masked diffusion denoisers of {', '.join(str(d) for d in sorted(preset.depths))} blocks that share everything else "
+        f"(width {preset.width}, {preset.heads} heads, length {preset.length}, {corpus.vocab_size} tokens with the mask), made to take "
+        "turns along one denoising trajectory. Trained without time conditioning."
+        if not preset.time_conditioning
+        else f"Masked diffusion denoisers of {', '.join(str(d) for d in sorted(preset.depths))} blocks, with time conditioning.",
+        "",
+        f"**Data.** {sources}; {corpus.manifest['splits']['train']['tokens']:,} tokens to train on, the last "
+        f"{corpus.manifest['splits']['heldout']['tokens']:,} held out. Licence of the text: {licence}.",
+        "",
+        f"**Command.** `{command}`",
+        "",
+        f"| model | parameters | steps | tokens | wall time | held-out bits per {unit} (95%) | bits per character |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for key, s in summaries.items():
+        held, per_character = s["heldout"], s["bits_per_character"]
+        bits = "-" if held is None else f"{held['bits']:.4f} ({held['low']:.4f} to {held['high']:.4f})"
+        lines.append(
+            f"| {key} | {s['parameters']:,} | {s['steps']:,} | {s['tokens']:,} | {s['seconds']:.0f} s on {s['device']} | {bits} | "
+            f"{'-' if per_character is None else f'{per_character:.4f}'} |"
+        )
+    lines += [
+        "",
+        "A denoiser's figure is an upper bound on its negative log-likelihood; the judge's is exact, the first token given.",
+        "",
+        "**Good for** studying model schedules, tests and demonstrations. **Not for** anything that needs true or safe text: these "
+        "are small models of a small corpus, and repeat its errors and biases.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+# -------------------------------------------------------------------------------------------------------- throughput
+
+
+def throughput(
+    preset: str | Path | Preset = "wiki-char",
+    *,
+    depth: int | None = None,
+    vocab_size: int = 28,
+    steps: int = 20,
+    warm: int = 5,
+    causal: bool = False,
+    device: str | torch.device = "auto",
+    peak: float | None = None,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Train on random tokens for a moment, and say how fast that was. Everything a real step does is in it: batches from
+    the prefetching thread, masks, loss, backward, clipping, AdamW, moving average. `peak` in TFLOP/s overrides the data sheet."""
+    chosen = override(preset, **overrides) if isinstance(preset, Preset) else load_preset(preset, **overrides)
+    shape = chosen.architecture(depth or max(chosen.depths), vocab_size, vocab_size - 1, causal)
+    recipe, length = chosen.recipe, chosen.length
+    rng = np.random.default_rng(0)
+    kind = np.uint8 if vocab_size <= 256 else np.uint16 if vocab_size <= 65536 else np.uint32
+    text = rng.integers(0, vocab_size - 1, size=64 * recipe.batch * length // 8 + 2 * length).astype(kind)
+    corpus = TokenFile(Path("."), {"vocab_size": vocab_size, "mask_id": vocab_size - 1, "length": None}, text, text[:0])
+    with world(device) as where:
+        trainer = Trainer(shape, recipe, recipe.seed, where)
+        batches = Batches(corpus, recipe, length, recipe.seed, causal, where.rank, where.size)
+        pin = where.device.type == "cuda"
+        with _Prefetch(batches.at, range(warm + steps), pin) as ahead:
+            began = time.perf_counter()
+            for _ in range(warm):
+                trainer.step(ahead.next())
+            _wait(where.device)
+            warm_seconds = time.perf_counter() - began
+            began = time.perf_counter()
+            done = [trainer.step(ahead.next()) for _ in range(steps)]
+            _wait(where.device)
+            seconds = time.perf_counter() - began
+        table = torch.stack(done).cpu()
+        rows_per_s = steps * recipe.batch / seconds
+        peak = peak or peak_tflops(where.device)
+        flops = training_flops(shape, length)
+        on_cuda = where.device.type == "cuda"
+        return {
+            "preset": chosen.name,
+            "architecture": shape.to_json(),
+            "recipe": asdict(recipe),
+            "device": torch.cuda.get_device_name(where.device) if on_cuda else "cpu",
+            "processes": where.size,
+            "torch": torch.__version__,
+            "precision": trainer.precision,
+            "steps": steps,
+            "seconds": seconds,
+            "seconds_per_step": seconds / steps,
+            "warm_seconds": warm_seconds,
+            "chars_per_s": rows_per_s * length,
+            "masked_per_s": float(table[:, 2].sum()) * where.size / seconds,
+            "flops_per_row": flops,
+            "tflops_per_s": rows_per_s * flops / 1e12,
+            "mfu": None if peak is None else rows_per_s * flops / (peak * 1e12 * where.size),
+            "mfu_formula": MFU_FORMULA,
+            "peak_tflops": peak,
+            "peak_memory_gib": torch.cuda.max_memory_allocated(where.device) / 2**30 if on_cuda else None,
+            "loss": float(table[-1, 0]) * where.size,
+        }
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m relaylm.train`: throughput, or a training run for torchrun; the command line proper is `relaylm train`."""
+    parser = argparse.ArgumentParser(prog="python -m relaylm.train", description=main.__doc__)
+    parser.add_argument("--bench", action="store_true", help="measure throughput on random tokens and print JSON")
+    parser.add_argument("--preset", default="tiny-cpu")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--corpus", help="folder made by `relaylm prepare`")
+    parser.add_argument("--out", help="folder for models and family")
+    parser.add_argument("--depth", type=int, help="--bench: blocks")
+    parser.add_argument("--vocab-size", type=int, default=28, help="--bench: tokens with the mask")
+    parser.add_argument("--bench-steps", type=int, default=20)
+    parser.add_argument("--causal", action="store_true", help="--bench: a judge")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change a setting of the preset")
+    options = parser.parse_args(arguments)
+    try:
+        changes = dict(_setting(text) for text in options.set)
+        if options.bench:
+            result = throughput(
+                options.preset,
+                depth=options.depth,
+                vocab_size=options.vocab_size,
+                steps=options.bench_steps,
+                causal=options.causal,
+                device=options.device,
+                **changes,
+            )
+            print(json.dumps(result, indent=1))
+            return 0
+        if not options.corpus or not options.out:
+            raise UserError("name a corpus and a folder for the result: --corpus FOLDER --out FOLDER")
+        train_family(
+            options.corpus, options.out, options.preset, device=options.device, progress=not options.quiet, **changes
+        )
+        return 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """`name=value`, the value in TOML's notation; a bare word is a string."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise UserError(f"write a setting as NAME=VALUE, not {text!r}")
+    try:
+        return key, tomllib.loads(f"x = {value}")["x"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
