@@ -10,9 +10,9 @@ the integral of C(L, m) t^(m-1) (1-t)^(L-m) is 1/m. So, exactly,
 
     L(x) = L * E_{m ~ U{1..L}}  mean over the m masked positions of  -log p_theta(x_l | z_t, t = u_(m)).
 
-This is the same number with a far smaller variance: weights of 1/t are gone, and with them the need to cut t off near 0,
-which would make the bound too good. The m of a row's draws are stratified (antithetic), rows are independent; the 95%
-interval is over rows.
+This is the same number with a far smaller variance: weights of 1/t are gone, and with them the need to cut t off near
+0, which would make the bound too good. The m of a row's draws are stratified (antithetic), rows are independent; the
+95% interval is over rows.
 
 **Causal models** (judges): the mean of -log p(x_l | x_<l) over all positions but the first, which they are given.
 
@@ -82,7 +82,7 @@ def bound(
     if draws < 1:
         raise UserError(f"the number of draws must be at least 1, not {draws}")
     mask = denoiser.mask_id if mask_id is None else mask_id
-    where = torch.device(device or getattr(denoiser, "device", "cpu"))
+    where = _place(denoiser, device)
     n, length = tokens_NL.shape
     rows_N = np.arange(n)
     shift_N = uniforms(seed, rows_N, 1, draw=draws)[:, 0]
@@ -115,7 +115,7 @@ def causal_bound(
     precision: str = "fp32",
 ) -> Bound:
     """Bits for one symbol under a left-to-right model, the first symbol of each row given."""
-    where = torch.device(device or getattr(model, "device", "cpu"))
+    where = _place(model, device)
     n, length = tokens_NL.shape
     total_N = np.zeros(n)
     for start, stop in _batches(n, length, batch_size, model):
@@ -144,6 +144,10 @@ def _nll_at(
     if mask < logits_MV.shape[-1]:
         logits_MV = logits_MV.index_fill(-1, torch.tensor([mask], device=logits_MV.device), -torch.inf)
     return F.cross_entropy(logits_MV, tokens_BL.reshape(-1)[index_M], reduction="none").double()
+
+
+def _place(model: Any, device: torch.device | str | None) -> torch.device:
+    return torch.device(getattr(model, "device", "cpu") if device is None else device)
 
 
 def _batches(n: int, length: int, batch_size: int | None, model: Any) -> list[tuple[int, int]]:

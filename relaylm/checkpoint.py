@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,7 +37,8 @@ _STATE, _CRC = "state", "crc32"
 
 
 def atomic_write(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write a file whole or not at all. A full disk or an unwritable folder is a UserError, and what was there stays."""
+    """Write a file whole or not at all. A full disk or an unwritable folder is a UserError, and what was there
+    stays."""
     temporary = path.with_name(path.name + ".tmp")  # a fixed name, so that a killed run leaves at most one behind
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,6 +80,12 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not valid JSON") from None
 
 
+def _bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the host, not copied."""
+    array: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
 def save(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Write a checkpoint. Tensors are copied to the host one by one as they come, and held until the file is whole."""
     header: dict[str, Any] = {}
@@ -87,7 +93,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) ->
     position = crc = 0
     for name in sorted(tensors):  # the order in which the checksum runs
         host = tensors[name].detach().cpu().contiguous()
-        data = memoryview(host.reshape(-1).view(torch.uint8).numpy())
+        data = _bytes(host)
         header[name] = {
             "dtype": _NAMES[host.dtype],
             "shape": list(host.shape),
@@ -114,7 +120,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
         crc = 0
         for tensor in tensors.values():
-            crc = zlib.crc32(np.ascontiguousarray(tensor.reshape(-1).view(torch.uint8).numpy()), crc)
+            crc = zlib.crc32(_bytes(tensor), crc)
         if str(crc) != metadata[_CRC]:
             raise ValueError("checksum")
         return tensors, json.loads(metadata[_STATE])

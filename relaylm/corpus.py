@@ -9,12 +9,13 @@ tokenizer's own files. The *last* `holdout` share of the text is held out and ne
 - `running`: plain text without marks; a row is any window of L tokens.
 - `wrap` (MDLM's rule for OpenWebText): documents are joined, each followed by eos; the stream is cut into chunks of
   L - 2, and each is wrapped as bos, chunk, eos. What is left over at the end is dropped.
-- `pad` (MDLM's rule for LM1B): one sentence in each row, as bos, sentence, eos (cut to fit), padded to L. Padding is not
-  scored: `train.rows` and `heldout.rows` hold the number of real tokens of each row.
+- `pad` (MDLM's rule for LM1B): one sentence in each row, as bos, sentence, eos (cut to fit), padded to L. Padding is
+  not scored: `train.rows` and `heldout.rows` hold the number of real tokens of each row.
 
-In a plain file documents are separated by blank lines, and sentences (for `pad`) by line ends; in a .jsonl file each line
-is one document. Nothing is held in memory but one piece of text of about a megabyte, so the corpus may be of any size: it is
-read two times (to count, and to encode), three if a BPE vocabulary is trained, which sees the training part alone.
+In a plain file documents are separated by blank lines, and sentences (for `pad`) by line ends; in a .jsonl file each
+line is one document. Nothing is held in memory but one piece of text of about a megabyte, so the corpus may be of any
+size: it is read two times (to count, and to encode), three if a BPE vocabulary is trained, which sees the training
+part alone.
 
 A corpus is written beside its final place and renamed when it is whole, so there are no half-written ones.
 
@@ -59,8 +60,9 @@ HUB = {
     "wikitext": ("Salesforce/wikitext", "wikitext-103-raw-v1", None),
 }
 
-# Where running text may be cut without changing its tokens: before a single space between two words.
-_SEAM = re.compile(r"(?<=[^\W_]) (?=[^\W_])")
+# Where running text may be cut without changing its tokens: before a single space between two words, of ASCII letters
+# if possible (text8 turns anything else into spaces, and would see two of them), then of any letters and digits.
+_SEAMS = (re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])"), re.compile(r"(?<=[^\W_]) (?=[^\W_])"))
 
 
 # -------------------------------------------------------------------------------------------------- reading text
@@ -174,12 +176,10 @@ def _sources(names: Sequence[str | Path] | str | Path) -> list[_Source]:
 
 def _cut(text: str) -> int:
     """The last place in a text where it may be cut in two; its end if it has none."""
-    for start in (max(0, len(text) - 4096), 0):
-        last = None
-        for last in _SEAM.finditer(text, start):  # noqa: B007  (the last match is what is wanted)
-            pass
-        if last is not None:
-            return last.start()
+    for seam in _SEAMS:
+        for start in (max(0, len(text) - 4096), 0):
+            if found := [match.start() for match in seam.finditer(text, start)]:
+                return found[-1]
     return len(text)
 
 
@@ -266,9 +266,8 @@ class _Packer:
     """Documents to rows, by one of the three rules."""
 
     def __init__(self, folder: Path, split: str, tokenizer: Tokenizer, packing: str, length: int | None) -> None:
-        vocab_size, _ = vocabulary(tokenizer)
         self.tokenizer, self.packing, self.length = tokenizer, packing, length or 0
-        self.tokens = _Tokens(folder / f"{split}.bin", token_dtype(vocab_size))
+        self.tokens = _Tokens(folder / f"{split}.bin", token_dtype(tokenizer.size))
         self.rows = _Tokens(folder / f"{split}.rows", np.dtype(np.int32)) if packing == "pad" else None
         self.pending: list[np.ndarray] = []
         self.waiting = self.characters = self.documents = self.truncated = 0
@@ -282,6 +281,7 @@ class _Packer:
         if self.packing == "running":
             self.tokens.write(ids)
         elif self.packing == "wrap":
+            assert self.eos is not None
             self.pending.append(np.append(ids, self.eos) if end else ids)
             self.waiting += len(self.pending[-1])
             if self.waiting >= 64 * self.length:
@@ -294,6 +294,7 @@ class _Packer:
 
     def _flush_chunks(self) -> None:
         """wrap: every full chunk of L - 2 tokens as bos, chunk, eos; the rest waits."""
+        assert self.eos is not None
         stream, inner = np.concatenate(self.pending), self.length - 2
         whole = len(stream) // inner
         rows = np.full((whole, self.length), self.eos, dtype=np.int64)
@@ -329,9 +330,9 @@ class _Packer:
         }
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest unsigned integer that holds every id of the vocabulary, the mask included."""
-    kind = np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.uint32
+def token_dtype(size: int) -> np.dtype:
+    """The smallest unsigned integer that holds every id of a tokenizer (the mask is never stored)."""
+    kind = np.uint8 if size <= 2**8 else np.uint16 if size <= 2**16 else np.uint32
     return np.dtype(kind).newbyteorder("<")
 
 
@@ -377,8 +378,8 @@ def prepare(
     """Text files or datasets of the hub to a corpus folder.
 
     `tokenizer` is "text8", "bytes", "bpe:SIZE" (trained here on the training part), a `tokenizers` JSON file, or an
-    object. `length` is needed for the packings with rows (wrap, pad). `licence` is kept in the manifest and goes into model
-    cards. Run again with the same arguments, it checks what is there and returns it.
+    object. `length` is needed for the packings with rows (wrap, pad). `licence` is kept in the manifest and goes into
+    model cards. Run again with the same arguments, it checks what is there and returns it.
     """
     if packing not in PACKINGS:
         raise UserError(f"unknown packing {packing!r}: choose {', '.join(PACKINGS)}")
@@ -522,8 +523,8 @@ class TokenFile:
 
     @classmethod
     def load(cls, folder: str | Path, verify: bool | None = None) -> TokenFile:
-        """Open a corpus. Sizes are always checked against the manifest; hashes if `verify`, which by default is done for
-        files below a gigabyte."""
+        """Open a corpus. Sizes are always checked against the manifest; hashes if `verify`, which by default is done
+        for files below a gigabyte."""
         folder = Path(folder).expanduser()
         try:
             manifest = json.loads((folder / "manifest.json").read_text())

@@ -42,6 +42,7 @@ class Cost:
     blocks_saved: float | None = None  # the paper's count, over steps: 1 - mean depth(s(i)) / depth(heavy)
     padded_calls: int = 0  # empty places in batches, computed and thrown away; not part of `calls` or `flops`
     network_calls: int = 0  # batches sent to a network
+    batch_size: int = 0  # rows in a batch, at the end
     seconds: float = 0.0
 
     @property
@@ -63,6 +64,7 @@ class Cost:
             "blocks_saved": self.blocks_saved,
             "network_calls": self.network_calls,
             "padded_calls": self.padded_calls,
+            "batch_size": self.batch_size,
             "seconds": self.seconds,
         }
 

@@ -222,8 +222,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList([_Block(a, dropout) for _ in range(a.depth)])
         self.output_layer = _OutputLayer(a)
         self._rotary: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
-        self._first_qkv: Tensor | None = None
-        self._head_pieces: Tensor | None = None
+        self._tables: dict[str, tuple[Any, Tensor]] = {}
 
     # What a family, the cost and the sampler ask of a denoiser.
     @property
@@ -249,6 +248,9 @@ class Transformer(nn.Module):
     def flops(self, length: int, positions: int | None = None) -> float:
         """Operations of one call on one row; `positions` where logits are asked for, None for everywhere."""
         a = self.architecture
+        if a.causal and positions is not None:  # the causal network's last block is not pruned
+            trunk = cost.call_flops(a.depth, a.width, 0, length, None, a.mlp_ratio)
+            return trunk + 2 * positions * a.width * a.vocab_size
         return cost.call_flops(a.depth, a.width, a.vocab_size, length, positions, a.mlp_ratio)
 
     def initialise(self, generator: torch.Generator) -> Transformer:
@@ -270,7 +272,6 @@ class Transformer(nn.Module):
     def cast(self, dtype: torch.dtype) -> Transformer:
         """Put the blocks' matrices in `dtype`; norms, embedding and head stay as they are (float32), and with them
         the residual stream. This is where bfloat16 pays and where it does the least harm."""
-        self._first_qkv = self._head_pieces = None
         for block in cast(list[_Block], self.blocks):
             for linear in (block.attn_qkv, block.attn_out, block.mlp[0], block.mlp[2]):
                 linear.to(dtype)
@@ -341,19 +342,26 @@ class Transformer(nn.Module):
         return self._rotary[key]
 
     def first_qkv(self) -> Tensor:
-        """The first block's queries, keys and values (V, 3D) of every token id, before rotation. Made once."""
+        """The first block's queries, keys and values (V, 3D) of every token id, before rotation."""
         block = cast(_Block, self.blocks[0])
-        if self._first_qkv is None or self._first_qkv.device != self.device:
-            h = block.norm1(self.vocab_embed.embedding)
-            self._first_qkv = _linear(h, block.attn_qkv.weight, block.attn_qkv.bias)
-        return self._first_qkv
+        sources = (self.vocab_embed.embedding, block.norm1.weight, block.attn_qkv.weight, block.attn_qkv.bias)
+        return self._derived(
+            "first_qkv", sources, lambda: _linear(block.norm1(sources[0]), block.attn_qkv.weight, block.attn_qkv.bias)
+        )
 
     def _pieces(self) -> Tensor:
-        """The head's weights as bfloat16 pieces. Made once."""
+        """The head's weights as bfloat16 pieces."""
         linear = self.output_layer.linear
-        if self._head_pieces is None or self._head_pieces.device != self.device:
-            self._head_pieces = kernels.split_weights(linear.weight, linear.bias)
-        return self._head_pieces
+        return self._derived(
+            "pieces", (linear.weight, linear.bias), lambda: kernels.split_weights(linear.weight, linear.bias)
+        )
+
+    def _derived(self, name: str, sources: tuple[Tensor | None, ...], make: Callable[[], Tensor]) -> Tensor:
+        """A table made from weights: once, and again only when one of them was replaced or written to."""
+        stamp = tuple((s.data_ptr(), 0 if s.is_inference() else s._version) for s in sources if s is not None)
+        if name not in self._tables or self._tables[name][0] != stamp:
+            self._tables[name] = (stamp, make())
+        return self._tables[name][1]
 
     def fold(self) -> Transformer:
         """The same function without adaLN, for a network whose conditioning vector is a constant: scales go into the
@@ -367,7 +375,7 @@ class Transformer(nn.Module):
         reference = next(iter(self.state_dict().values())).dtype
         sigma_map = _SigmaMap(a.cond_dim).double()
         sigma_map.load_state_dict({k.removeprefix("sigma_map."): v for k, v in state.items() if k.startswith("sigma_")})
-        cond_C = sigma_map(torch.zeros(1, dtype=torch.float64))[0].detach()
+        cond_C = sigma_map(torch.zeros(1, dtype=torch.float64))[0].detach().to(self.device)
         for i in range(a.depth):
             p = f"blocks.{i}."
             m = state.pop(p + "adaLN_modulation.weight") @ cond_C + state.pop(p + "adaLN_modulation.bias")

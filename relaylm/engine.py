@@ -44,7 +44,8 @@ class Law:
     @property
     def changes(self) -> tuple[str, ...]:
         """The options in force, as text; empty if samples follow the models' own law."""
-        pairs = (("temperature", self.temperature, 1.0), ("top_k", self.top_k, None), ("top_p", self.top_p, None))
+        top_p = None if self.top_p == 1 else self.top_p
+        pairs = (("temperature", self.temperature, 1.0), ("top_k", self.top_k, None), ("top_p", top_p, None))
         return tuple(f"{name}={value}" for name, value, off in pairs if value != off)
 
     def apply(self, logits_NV: Tensor, mask_id: int) -> Tensor:
@@ -98,9 +99,12 @@ class Call:
 class Engine:
     """Token state on the device, and the network calls that change it."""
 
-    def __init__(self, models: list[Any], plan: Plan, mask_id: int, law: Law, device: torch.device | str) -> None:
+    def __init__(
+        self, models: list[Any], plan: Plan, mask_id: int, law: Law, device: torch.device | str, scored: bool = False
+    ) -> None:
         self.models, self.mask_id, self.law, self.seed = models, mask_id, law, plan.seed
-        self.device = torch.device(device)
+        self.device, self.scored = torch.device(device), scored
+        self.broken = torch.zeros((), dtype=torch.bool, device=self.device)
         rows = np.where(plan.given_nL < 0, mask_id, plan.given_nL)
         scratch = np.full((1, plan.length), mask_id)
         self.state_nL = torch.from_numpy(np.concatenate([rows, scratch])).to(self.device)  # (n + 1, L)
@@ -109,9 +113,9 @@ class Engine:
         self._seen: set[tuple[int, Shape]] = set()
 
     def run(self, call: Call, everywhere: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Make a call: draw a token for each kept place and write it. Returns tokens and logits at the kept places,
-        and, if asked, the logits at every position of the batch's rows (a full head, for policies that want it).
-        What is returned may be overwritten by the next call."""
+        """Make a call: draw a token for each kept place and write it. Returns those tokens, their log-probabilities
+        (if `scored`) and, if asked, the logits at every position of the batch's rows (a full head, for policies that
+        want it). What is returned may be overwritten by the next call."""
         key = (call.model, call.shape)
         if self.device.type == "cuda" and not everywhere and isinstance(self.models[call.model], Transformer):
             # The first call of a shape runs eagerly (it also warms everything up); the second is captured.
@@ -132,19 +136,41 @@ class Engine:
         b, k, n = shape.rows, shape.per_row, shape.kept
         rows_B, positions, kept_N, row_N, position_N = index.split([b, b * k, n, n, n])
         tokens_BL, positions_BK = self.state_nL[rows_B], positions.view(b, k)
-        logits_BLV = None
-        if everywhere:
-            logits_BLV = model.logits(tokens_BL, t_B)
-            logits_NV = logits_BLV[kept_N // k, position_N]
+        logits_BLV = model.logits(tokens_BL, t_B) if everywhere else None
+        if logits_BLV is not None:
+            features = logits_BLV.flatten(0, 1)[kept_N // k * tokens_BL.shape[1] + position_N]
         elif hasattr(model, "hidden_at"):
-            hidden_ND = model.hidden_at(tokens_BL, t_B, positions_BK).flatten(0, 1)[kept_N]
-            logits_NV = model.head(hidden_ND, t_B[kept_N // k])
+            features = model.hidden_at(tokens_BL, t_B, positions_BK).flatten(0, 1)[kept_N]
         else:
-            logits_NV = model.logits_at(tokens_BL, t_B, positions_BK).flatten(0, 1)[kept_N]
+            features = model.logits_at(tokens_BL, t_B, positions_BK).flatten(0, 1)[kept_N]
+        has_head = logits_BLV is None and hasattr(model, "hidden_at")
+        # With few steps most positions are due at once: then the head goes over them in slices.
+        parts = []
+        for part in torch.arange(n, device=self.device).split(max(1, b * tokens_BL.shape[1] // 4)):
+            part_N = slice(None) if len(part) == n else part
+            logits_NV = model.head(features[part_N], t_B[kept_N[part_N] // k]) if has_head else features[part_N]
+            parts.append(self._draw(logits_NV, row_N[part_N], position_N[part_N]))
+        token_N, logprob_N = (torch.cat(pair) if len(parts) > 1 else pair[0] for pair in zip(*parts, strict=True))
+        self.state_nL[row_N, position_N] = token_N
+        return token_N, logprob_N, logits_BLV
+
+    def _draw(self, logits_NV: Tensor, row_N: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
+        # One column tells: what is not finite in the trunk is in all of them.
+        self.broken |= ~torch.isfinite(logits_NV[:, 0]).all()
         logits_NV = self.law.apply(logits_NV, self.mask_id)
         token_N = race(logits_NV, self.seed, self.row_ids[row_N], position_N, torch.zeros_like(row_N))
-        self.state_nL[row_N, position_N] = token_N
-        return token_N, logits_NV, logits_BLV
+        token_N = token_N.clamp_max(logits_NV.shape[-1] - 1)  # a race among NaNs has no winner
+        if not self.scored:
+            return token_N, token_N
+        kind = torch.float32 if self.device.type == "mps" else torch.float64
+        return token_N, logits_NV.to(kind).log_softmax(dim=-1).gather(1, token_N[:, None])[:, 0]
+
+    def check(self) -> None:
+        """Refuse samples from networks that gave nonsense. Looked at once, at the end: asking costs a wait."""
+        if bool(self.broken):
+            raise UserError(
+                "a model gave logits that are not finite: its weights are damaged or overflow this precision"
+            )
 
     def release(self) -> None:
         """Give back what the graphs hold."""
@@ -175,14 +201,14 @@ class _Graph:
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=_Graph._pool):
-            self.tokens, self.logits, _ = engine.step(model, shape, self.index, self.t_B)
+            self.tokens, self.logprobs, _ = engine.step(model, shape, self.index, self.t_B)
 
     def replay(self, call: Call) -> tuple[Tensor, Tensor]:
         # From pageable memory these few kilobytes are staged by the driver, so the host does not wait for the device.
         self.index.copy_(call.index(), non_blocking=True)
         self.t_B.copy_(torch.from_numpy(call.t_B), non_blocking=True)
         self.graph.replay()
-        return self.tokens, self.logits
+        return self.tokens, self.logprobs
 
 
 @contextlib.contextmanager

@@ -213,9 +213,9 @@ class _Memory:
         return self.names.index(name)
 
     def remember(
-        self, call: Call, token_N: Tensor, logits_NV: Tensor, logits_BLV: Tensor | None, state_nL: Tensor, mask_id: int
+        self, call: Call, logprobs_N: Tensor, logits_BLV: Tensor | None, state_nL: Tensor, mask_id: int
     ) -> None:
-        logprob_N = logits_NV.double().log_softmax(dim=-1).gather(1, token_N[:, None])[:, 0].cpu().numpy()
+        logprob_N = logprobs_N.cpu().numpy()
         ends = np.cumsum(call.counts_R)
         name = self.names[call.model]
         for place, (row, count, end) in enumerate(zip(call.rows_R.tolist(), call.counts_R, ends, strict=True)):
@@ -246,7 +246,9 @@ def denoise(
 
     `policy` is a Schedule with model names in it (roles already bound), a Timetable, or any function of a RowState;
     `steps` is T, or infinity. `heavy` names the model that savings are counted against (the last one otherwise).
-    `on_calls(done, total)` hears of progress in row-calls.
+    `batch_size` is kept
+    to, short batches being padded, so that a row's calls always have one shape; only if memory runs out is it halved
+    (what was used is in the cost). `on_calls(done, total)` hears of progress in row-calls.
     """
     began = time.perf_counter()
     names = tuple(models)
@@ -254,14 +256,17 @@ def denoise(
         raise UserError(f"there is no model {heavy!r} to count savings against; the models are {', '.join(names)}")
     if (plan.given_nL == mask_id).any():
         raise UserError(f"the mask ({mask_id}) cannot be given as a token: write -1 where a position is free")
+    for name, model in models.items():
+        if (size := getattr(model, "vocab_size", None)) is not None and plan.given_nL.max() >= size:
+            raise UserError(f"token {plan.given_nL.max()} is given, but {name} knows ids 0 to {size - 1} only")
     law = law or Law()
     rule, times = _resolve(policy, steps)
     events = make_events(plan, times, alpha)
-    batch = max(1, min(batch_size or plan.n, plan.n))
+    batch = batch_size or plan.n
     shapes, shapes_E = call_shapes(events, times, alpha, plan.length, batch)
     queue = Queue(plan, events, shapes_E, shapes, in_flight=4 * batch)
-    engine = Engine(list(models.values()), plan, mask_id, law, device)
     model_E = _static_models(rule, events, names)
+    engine = Engine(list(models.values()), plan, mask_id, law, device, scored=model_E is None)
     memory = None
     if model_E is None:
         memory = _Memory(rule, names, plan, events, 0 if times is None else len(times) - 1)
@@ -279,7 +284,7 @@ def denoise(
     with settings(device):
         while (call := queue.take()) is not None:
             try:
-                token_N, logits_NV, logits_BLV = engine.run(call, memory is not None and memory.wants_logits)
+                token_N, logprob_N, logits_BLV = engine.run(call, memory is not None and memory.wants_logits)
             except torch.OutOfMemoryError:
                 if batch == 1:
                     raise
@@ -290,7 +295,7 @@ def denoise(
                 continue
             queue.advance(call)
             if memory is not None:
-                memory.remember(call, token_N, logits_NV, logits_BLV, engine.state_nL, mask_id)
+                memory.remember(call, logprob_N, logits_BLV, engine.state_nL, mask_id)
             look_ahead(call.rows_R[queue.next_n[call.rows_R] < queue.end_n[call.rows_R]])
             if callback is not None:
                 for event in _told(call, token_N, events, names):
@@ -299,11 +304,13 @@ def denoise(
             padded += call.shape.rows - len(call.rows_R)
             if on_calls is not None:
                 on_calls(done, len(model_E))
+    engine.check()
     tokens = engine.state_nL[:-1].cpu().numpy()
     cost = _count(models, model_E, events, plan.length, heavy or names[-1], memory is not None and memory.wants_logits)
     if isinstance(rule, Timetable) and (depths := _depths(models)):
         cost.blocks_saved = costs.blocks_saved(depths, rule.models, heavy or names[-1])
-    cost.network_calls, cost.padded_calls, cost.seconds = network_calls, padded, time.perf_counter() - began
+    cost.network_calls, cost.padded_calls, cost.batch_size = network_calls, padded, batch
+    cost.seconds = time.perf_counter() - began
     model_nL = np.full(plan.given_nL.shape, -1, dtype=np.int16)
     row_F = np.repeat(np.arange(plan.n), (plan.given_nL < 0).sum(axis=1))
     model_nL[row_F, events.positions_F] = np.repeat(model_E, events.count_E)

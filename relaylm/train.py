@@ -1,37 +1,23 @@
 r"""Token files in, a family of denoisers out.
 
-**What is minimised** is the continuous-time objective of `diffusion`, for each token
+The loss and the batches are in `objective`, every setting in `recipe`. Weights are updated by AdamW with a linear
+warm-up and gradient clipping; what is evaluated and shipped is their exponential moving average.
 
-    loss = 1/(B L)  sum_b 1/t_b  sum_{l masked in row b}  -log p_theta(x_l | z_t),        masked iff u_bl <= t_b,
-
-with antithetic times t (one even grid over the whole batch, shifted by one uniform number, floor 1e-3), AdamW, a
-linear warm-up, gradient clipping, and an exponential moving average of the weights, which is what is shipped. A judge is
-the same network with a causal mask and loss = mean -log p(x_l | x_<l); its vocabulary keeps the mask's column, which
-never occurs in text and so learns to have no probability.
-
-**Noise is keyed, not drawn.** Which rows a step reads, their times and their masks are functions of (seed, step, number
-of the sample in the whole batch), by Philox: they do not depend on the number of processes, on the micro-batch, or on
-where a run was interrupted. Sample k of a batch goes to process k mod W, so that every process sees the whole range of times. The
-one exception is dropout, which PyTorch draws: it is seeded by (seed, step, process, micro-batch), so a resumed run repeats
-it exactly, but another number of processes means another draw. Rows are read in a new random order in every pass over the text.
-
-**Head at masked positions only.** With a large vocabulary the masked positions (about half) are gathered before the
-output layer, into a fixed number of places, so that shapes are static and the host never waits to hear how many there are.
-Places = (expected number at the worst shift of the grid) + 9 standard deviations; Bernstein's inequality bounds the
-chance that a step needs more by 1e-16, and if one ever did training stops with an error. Below 512 tokens of vocabulary the
-head is so cheap that gathering costs more than it saves: it runs everywhere, and the weight of unmasked positions is 0.
+**Randomness.** Everything a step draws is keyed (see `objective`), so the loss does not depend on the number of
+processes, and a resumed run repeats an uninterrupted one. The one exception is dropout, which PyTorch draws: it is
+seeded by (seed, step, process, micro-batch), so a resumed run repeats it exactly, but another number of processes
+means another draw.
 
 **MFU** (model FLOPs utilisation) counts what the objective needs and no more: for one row of length L
 
     3 * [ depth * (24 L d^2 + 4 L^2 d) + 2 k d V ],        k = L/2 masked positions (causal: k = L, and 2 L^2 d),
 
-(forward once, backward twice; MLP ratio 4; elementwise work, optimizer and recomputation not counted), times rows/s, over the
-device's peak in bf16 without sparsity.
+(forward once, backward twice; MLP ratio 4; elementwise work, optimizer and recomputation not counted), times rows/s,
+over the device's peak in bf16 without sparsity.
 
-**Crashes.** A run is a folder with one checkpoint, replaced atomically (`checkpoint`). Run the same command again and it goes
-on; on a CPU the final weights are those of an uninterrupted run, bit for bit (with the same number of threads).
-
-Shapes: B rows, L positions, M gathered positions, D width, V vocabulary.
+**Crashes.** A run is a folder with one checkpoint, replaced atomically (`checkpoint`). Run the same command again and
+it goes on; on a CPU the final weights are those of an uninterrupted run, bit for bit (with the same number of
+threads).
 """
 
 from __future__ import annotations
@@ -50,7 +36,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -58,7 +44,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -66,17 +51,14 @@ from relaylm import checkpoint
 from relaylm.bound import Bound, bound, causal_bound, spread_rows
 from relaylm.corpus import TokenFile
 from relaylm.denoiser import Architecture, Transformer, build
-from relaylm.diffusion import LINEAR, low_discrepancy_times
 from relaylm.errors import UserError
-from relaylm.plan import philox, split_seed
+from relaylm.objective import Batches, Objective, mix
+from relaylm.recipe import OPERATIONAL, Preset, Recipe, ema_decay, load_preset, lr_at, override
+from relaylm.recipe import presets as presets
 
-PRESETS = Path(__file__).parent / "presets"
 CHECKPOINT, METRICS, SUMMARY, SAMPLES = "checkpoint.safetensors", "metrics.jsonl", "summary.json", "samples.jsonl"
-GATHER_FROM = 512  # vocabulary size from which the head runs at masked positions only
 
-# What a Philox counter is used for (its last word); plan.py has the small numbers.
-_SHIFT, _MASK = 16, 17
-_LOW = 0xFFFFFFFF
+_BLOCK = 20  # steps whose mean loss is looked at for divergence
 
 # Dense bf16 TFLOP/s by the vendors' data sheets, for MFU.
 PEAK_TFLOPS = {
@@ -96,215 +78,6 @@ PEAK_TFLOPS = {
 MFU_FORMULA = (
     "rows/s * 3 * (depth * (24 L d^2 + 4 L^2 d) + 2 k d V) / peak, k = L/2 masked positions (causal: k = L, 2 L^2 d)"
 )
-
-
-# --------------------------------------------------------------------------------------------------------- recipes
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Every number of a training run. The defaults are MDLM's, which the paper uses."""
-
-    steps: int = 1_000_000
-    """Updates of the weights."""
-    batch: int = 512
-    """Rows in an update, over all processes."""
-    micro_batch: int = 0
-    """Rows a process sends through the network at once; 0: its whole share. Does not change the result."""
-    lr: float = 3e-4
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    """Largest norm of the gradient; 0: no clipping."""
-    warmup: int = 2500
-    """Steps over which the learning rate rises linearly."""
-    decay: str = "constant"
-    """After the warm-up: constant, cosine or linear."""
-    final_lr: float = 0.0
-    """Where cosine and linear end, as a share of lr."""
-    ema: float = 0.9999
-    """Decay of the moving average; ramped up as min(ema, (1 + n) / (10 + n)) after n updates."""
-    dropout: float = 0.1
-    floor: float = 1e-3
-    """The smallest time."""
-    seed: int = 0
-    precision: str = "auto"
-    """bf16 (autocast; weights and optimizer stay fp32), fp32, or auto: bf16 on CUDA, fp32 elsewhere."""
-    compile: str = "auto"
-    """torch.compile: on, off, or auto: on CUDA with Triton."""
-    attention: str = "auto"
-    """Which fused attention CUDA uses: flash, cudnn, or auto, which leaves it to PyTorch."""
-    shard: bool = False
-    """Split weights and optimizer over the processes (fully_shard), for what does not fit; otherwise each has a copy."""
-    log_every: int = 50
-    eval_every: int = 5000
-    """Steps between validation bounds; 0: only at the end."""
-    eval_rows: int = 256
-    """Held-out rows for them."""
-    eval_draws: int = 4
-    sample_every: int = 0
-    """Steps between samples; 0: none."""
-    checkpoint_every: int = 1000
-    diverged: float = 3.0
-    """Stop when the mean loss of `log_every` steps is this many times its running median (after the warm-up)."""
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "log_every", "checkpoint_every", "eval_rows", "eval_draws"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("micro_batch", "warmup", "eval_every", "sample_every", "seed", "weight_decay", "clip"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name} must be at least 0, not {getattr(self, name)}")
-        for name in ("beta1", "beta2", "ema", "dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
-        if not 0 < self.floor < 1:
-            raise UserError(f"floor must lie between 0 and 1, not {self.floor}")
-        if not (self.lr > 0 and self.eps > 0 and self.diverged > 1):
-            raise UserError(f"lr and eps must be above 0 and diverged above 1, not {self.lr}, {self.eps}, {self.diverged}")
-        if not 0 <= self.final_lr <= 1:
-            raise UserError(f"final_lr is a share of lr, 0 to 1, not {self.final_lr}")
-        for name, choices in (
-            ("decay", ("constant", "cosine", "linear")),
-            ("precision", ("auto", "bf16", "fp32")),
-            ("compile", ("auto", "on", "off")),
-            ("attention", ("auto", "flash", "cudnn")),
-        ):
-            if getattr(self, name) not in choices:
-                raise UserError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
-
-
-# What may change between a run and its resumption, because it does not change the weights (or only their last bits).
-OPERATIONAL = (
-    "micro_batch",
-    "compile",
-    "attention",
-    "shard",
-    "log_every",
-    "eval_every",
-    "eval_rows",
-    "eval_draws",
-    "sample_every",
-    "checkpoint_every",
-    "diverged",
-)
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A family's shape and its recipe. `tokenizer` and `packing` are what `prepare` should be given."""
-
-    name: str = "custom"
-    tokenizer: str = "bytes"
-    packing: str = "running"
-    length: int = 256
-    width: int = 768
-    heads: int = 12
-    depths: tuple[int, ...] = (4, 6, 8, 10, 12)
-    twin: int | None = None
-    judge: int | None = None
-    time_conditioning: bool = False
-    recipe: Recipe = field(default_factory=Recipe)
-
-    def __post_init__(self) -> None:
-        if not self.depths or any(depth < 1 for depth in self.depths) or len(set(self.depths)) < len(self.depths):
-            raise UserError(f"depths must be different numbers of blocks, at least one, not {list(self.depths)}")
-        if self.twin is not None and self.twin not in self.depths:
-            raise UserError(f"the twin repeats a model of the family: its depth must be one of {list(self.depths)}")
-        if self.judge is not None and self.judge < 1:
-            raise UserError(f"the judge must have at least 1 block, not {self.judge}")
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def architecture(self, depth: int, vocab_size: int, mask_id: int, causal: bool = False) -> Architecture:
-        timed = self.time_conditioning and not causal
-        return Architecture(
-            vocab_size,
-            self.length,
-            self.width,
-            depth,
-            self.heads,
-            mask_id,
-            adaln=timed,
-            time_conditioning=timed,
-            causal=causal,
-        )
-
-
-def presets() -> list[str]:
-    """The names of the presets that come with the package."""
-    return sorted(path.stem for path in PRESETS.glob("*.toml"))
-
-
-def load_preset(name_or_path: str | Path, **overrides: Any) -> Preset:
-    """A preset by name or from a TOML file with the tables [data], [model] and [train]; overridden by keyword, with the
-    names of the fields of `Preset` and `Recipe`. An override of None is none."""
-    path = Path(name_or_path)
-    if path.suffix != ".toml":
-        path = PRESETS / f"{name_or_path}.toml"
-        if not path.is_file():
-            raise UserError(f"there is no preset {str(name_or_path)!r}: choose {', '.join(presets())}, or a .toml file")
-    try:
-        tables = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid TOML: {error}") from None
-    shape_names = {f.name for f in fields(Preset)} - {"name", "recipe"}
-    recipe_names = {f.name for f in fields(Recipe)}
-    values: dict[str, Any] = {}
-    for table, allowed in (("data", shape_names), ("model", shape_names), ("train", recipe_names)):
-        for key, value in tables.pop(table, {}).items():
-            if key not in allowed:
-                raise UserError(f"{path.name} has an unknown entry {table}.{key}: allowed are {', '.join(sorted(allowed))}")
-            values[key] = value
-    if tables:
-        raise UserError(f"{path.name} has an unknown entry {next(iter(tables))!r}: it has the tables data, model, train")
-    for key, value in overrides.items():
-        if key not in shape_names | recipe_names:
-            raise UserError(f"there is no setting {key!r}: there are {', '.join(sorted(shape_names | recipe_names))}")
-        if value is not None:
-            values[key] = value
-    values = {key: _checked(key, value) for key, value in values.items()}
-    recipe = Recipe(**{key: values.pop(key) for key in list(values) if key in recipe_names})
-    return Preset(name=path.stem, recipe=recipe, **values)
-
-
-def _checked(key: str, value: Any) -> Any:
-    """A setting with the type of its default (TOML and command lines are loose about int and float)."""
-    defaults = {**{f.name: f.default for f in fields(Recipe)}, **{f.name: f.default for f in fields(Preset)}}
-    default = defaults[key]
-    if key in ("twin", "judge"):
-        default = 0
-    if isinstance(default, tuple):
-        if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
-            raise UserError(f"{key} must be a list of whole numbers, not {value!r}")
-        return tuple(value)
-    if isinstance(default, float) and type(value) is int:
-        value = float(value)
-    if type(value) is not type(default):
-        raise UserError(f"{key} must be of the kind {type(default).__name__}, not {value!r}")
-    return value
-
-
-def lr_at(recipe: Recipe, step: int) -> float:
-    """The learning rate of update `step` (0 is the first): (step + 1) / warmup of lr until it is reached, then as `decay`
-    says, arriving at final_lr * lr with the last update."""
-    if step < recipe.warmup:
-        return recipe.lr * (step + 1) / recipe.warmup
-    if recipe.decay == "constant":
-        return recipe.lr
-    done = (step + 1 - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
-    falling = (1 + math.cos(math.pi * done)) / 2 if recipe.decay == "cosine" else 1 - done
-    return recipe.lr * (recipe.final_lr + (1 - recipe.final_lr) * falling)
-
-
-def ema_decay(recipe: Recipe, updates: int) -> float:
-    """MDLM's ramp: min(ema, (1 + n) / (10 + n)) at the n-th update (1 is the first)."""
-    return min(recipe.ema, (1 + updates) / (10 + updates))
 
 
 # ------------------------------------------------------------------------------------------------- processes, devices
@@ -362,105 +135,6 @@ def peak_tflops(device: torch.device) -> float | None:
     return next((peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{re.escape(key)}\b", name)), None)
 
 
-# ----------------------------------------------------------------------------------------------------------- batches
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: a bijection of 64-bit words that scatters them."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def shuffled(index_n: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """Where the index-th row of an endless sequence of shuffled passes over `size` rows lies. Stateless: a Feistel
-    network on the smallest even number of bits that holds the size, walked until it lands inside."""
-    epoch_n, position_n = (index_n // size).astype(np.uint64), (index_n % size).astype(np.uint64)
-    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    low = np.uint64((1 << int(half)) - 1)
-    with np.errstate(over="ignore"):
-        key_n = _mix(_mix(np.full(len(index_n), seed, dtype=np.uint64)) + epoch_n)
-        result, walking = position_n.copy(), np.arange(len(index_n))
-        while len(walking):
-            left, right = result[walking] >> half, result[walking] & low
-            for turn in range(6):
-                scattered = _mix(right + key_n[walking] + np.uint64(turn) * np.uint64(0x9E3779B97F4A7C15))
-                left, right = right, left ^ (scattered & low)
-            result[walking] = (left << half) | right
-            walking = walking[result[walking] >= size]
-    return result.astype(np.int64)
-
-
-def _shift(seed: int, step: int) -> float:
-    """The uniform number that shifts the grid of times of a step."""
-    words = philox([np.array([x], dtype=np.int64) for x in (step & _LOW, step >> 32, 0, _SHIFT)], split_seed(seed))
-    return float((int(words[0][0]) << 21 | int(words[1][0]) >> 11) * 2.0**-53)
-
-
-@dataclass(frozen=True)
-class Batches:
-    """The batches of one process, as a function of the step."""
-
-    corpus: TokenFile
-    recipe: Recipe
-    length: int
-    seed: int
-    causal: bool
-    rank: int = 0
-    size: int = 1
-
-    def __post_init__(self) -> None:
-        if self.recipe.batch % self.size:
-            raise UserError(f"the batch ({self.recipe.batch}) must be a multiple of the {self.size} processes")
-        if self.share % self.micro:
-            raise UserError(f"the micro-batch ({self.micro}) must divide each process's share of {self.share} rows")
-
-    @property
-    def share(self) -> int:
-        return self.recipe.batch // self.size
-
-    @property
-    def micro(self) -> int:
-        return min(self.recipe.micro_batch or self.share, self.share)
-
-    def at(self, step: int) -> list[dict[str, Tensor]]:
-        """The micro-batches of a step, on the host. Sample k goes to process k mod W, and within it in the same manner to
-        a micro-batch, so that each has times from the whole range."""
-        batch, corpus = self.recipe.batch, self.corpus
-        windows, phases = corpus.windows(self.length), corpus.phases(self.length)
-        times = low_discrepancy_times(_shift(self.seed, step), batch, floor=self.recipe.floor)
-        turns = self.share // self.micro
-        if corpus.train_real is None:
-            symbols = batch * (self.length - self.causal)
-        else:  # all processes must divide by the same number
-            everyone = shuffled(step * batch + np.arange(batch), windows, self.seed)
-            symbols = int((corpus.train_real[everyone] - int(self.causal)).sum())
-        result = []
-        for turn in range(turns):
-            k = self.rank + self.size * (turn + turns * np.arange(self.micro))
-            sample = step * batch + k
-            row = shuffled(sample, windows, self.seed)
-            with np.errstate(over="ignore"):
-                phase = (_mix((sample // windows).astype(np.uint64) + np.uint64(self.seed)) % np.uint64(phases)).astype(np.int64)
-            tokens, real = corpus.batch(row, self.length, phase)
-            if tokens.dtype != np.uint8:
-                tokens = tokens.astype(np.int32)  # PyTorch can do little with uint16 and uint32
-            t = times[k]
-            weight = np.full(self.micro, self.size / symbols) if self.causal else LINEAR.weight(t) * (self.size / symbols)
-            made = {
-                "tokens": torch.from_numpy(np.ascontiguousarray(tokens)),
-                "sample": torch.from_numpy(sample),
-                # A 32-bit word below this masks: the share 1 - alpha(t) of all words.
-                "threshold": torch.from_numpy(np.ceil((1 - LINEAR(t)) * 2.0**32).astype(np.int64)),
-                "weight": torch.from_numpy(weight.astype(np.float32)),
-                "t": torch.from_numpy(t.astype(np.float32)),
-            }
-            if real is not None:
-                made["real"] = torch.from_numpy(real.astype(np.int64))
-            result.append(made)
-        return result
-
-
 class _Prefetch:
     """Batches made by a thread, a few steps ahead, in pinned memory if they go to a GPU."""
 
@@ -500,102 +174,11 @@ class _Prefetch:
     def __enter__(self) -> _Prefetch:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stop.set()
         self._thread.join()
-
-
-# --------------------------------------------------------------------------------------------------------- objective
-
-
-def mask_words(seed: int, sample_B: Tensor, length: int) -> Tensor:
-    """A 32-bit word for each position of each sample, (B, L) int64: a position is masked while its word is below
-    (1 - alpha(t)) 2^32. Integer arithmetic, the same on every device."""
-    quad = torch.arange(-(-length // 4), device=sample_B.device)[None, :]
-    zero = torch.zeros_like(quad + sample_B[:, None])
-    counter = (zero + quad, zero + (sample_B & _LOW)[:, None], zero + (sample_B >> 32)[:, None], zero + _MASK)
-    words = philox(counter, split_seed(seed))
-    return torch.stack(words, dim=-1).flatten(1)[:, :length]
-
-
-def places(rows: int, length: int) -> int:
-    """Room for the masked positions of a batch with antithetic times, in multiples of 128.
-
-    The times of b rows are an even grid of spacing 1/b, so they add up to at most (b + 1) / 2; the number of masked
-    positions has a variance of at most L (b/6 + 1/4), since the sum of t (1 - t) over such a grid is within 1/4 of b/6."""
-    expected, deviation = length * (rows + 1) / 2, math.sqrt(length * (rows / 6 + 0.25))
-    return min(rows * length, -(-int(expected + 9 * deviation + 30) // 128) * 128)
-
-
-class Objective(nn.Module):
-    """The loss as a module, so that it can be compiled, replicated and sharded as a whole."""
-
-    def __init__(self, model: Transformer, seed: int, bf16: bool, rows: int, length: int, gather: bool | None = None) -> None:
-        super().__init__()
-        self.model, self.seed, self.bf16 = model, seed, bf16
-        large = model.vocab_size >= GATHER_FROM if gather is None else gather
-        self.places = places(rows, length) if large and not model.architecture.causal else None
-        step = 64 if model.vocab_size >= GATHER_FROM else 8
-        self.padding = -model.vocab_size % step if bf16 else 0  # tensor cores want round numbers of columns
-
-    def forward(
-        self, tokens: Tensor, sample: Tensor, threshold: Tensor, weight: Tensor, t: Tensor, real: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(sum of weighted -log p, [positions scored, positions that did not find a place])."""
-        tokens_BL = tokens.long()
-        length = tokens_BL.shape[1]
-        scored_BL = torch.ones_like(tokens_BL, dtype=torch.bool)
-        if real is not None:
-            scored_BL = torch.arange(length, device=tokens.device) < real[:, None]
-        with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=self.bf16):
-            if self.model.architecture.causal:
-                x_BLD = self.model.hidden_at(tokens_BL, t, None)
-                target_BL = tokens_BL.roll(-1, dims=1)  # what position l is to predict is the token at l + 1
-                scored_BL = scored_BL.roll(-1, dims=1) & (torch.arange(length, device=tokens.device) < length - 1)
-            else:
-                masked_BL = mask_words(self.seed, sample, length) < threshold[:, None]
-                x_BLD = self.model.hidden_at(torch.where(masked_BL, self.model.mask_id, tokens_BL), t, None)
-                target_BL = tokens_BL
-                scored_BL = scored_BL & masked_BL
-            weight_BL = torch.where(scored_BL, weight[:, None], 0.0)
-            count = scored_BL.sum()
-            x_MD, target_M, weight_M = x_BLD.flatten(0, 1), target_BL.flatten(), weight_BL.flatten()
-            t_M = t.repeat_interleave(length) if self.model.architecture.adaln else None
-            lost = torch.zeros_like(count)
-            if self.places is not None:
-                index_M, kept_M, lost = _places_of(scored_BL.flatten(), self.places)
-                x_MD, target_M = x_MD[index_M], target_M[index_M]
-                weight_M = torch.where(kept_M, weight_M[index_M], 0.0)
-                t_M = None if t_M is None else t_M[index_M]
-            nll_M = self._nll(x_MD, target_M, t_M)
-        return (nll_M * weight_M).sum(), torch.stack([count, lost])
-
-    def _nll(self, x_MD: Tensor, target_M: Tensor, t_M: Tensor | None) -> Tensor:
-        """-log p in float32. A denoiser gives the mask no probability (its column's bias is -infinity here)."""
-        model, out = self.model, self.model.output_layer
-        is_mask_V = torch.arange(model.vocab_size, device=x_MD.device) == model.mask_id
-        if out.adaLN_modulation is not None:
-            logits_MV = model.head(x_MD, t_M).float().masked_fill(is_mask_V, -torch.inf)
-            return F.cross_entropy(logits_MV, target_M, reduction="none")
-        weight, bias = out.linear.weight, out.linear.bias
-        if not model.architecture.causal:
-            bias = bias.masked_fill(is_mask_V, -torch.inf)
-        if self.padding:
-            weight, bias = F.pad(weight, (0, 0, 0, self.padding)), F.pad(bias, (0, self.padding), value=-torch.inf)
-        logits_MV = F.linear(out.norm_final(x_MD), weight, bias)
-        return F.cross_entropy(logits_MV.float(), target_M, reduction="none")
-
-
-def _places_of(flag_N: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions of the first `room` set flags (0 beyond their number), which of the places are taken, and how many flags
-    found none: torch.nonzero with a fixed size, without asking the host."""
-    rank_N = flag_N.cumsum(0) - 1
-    slot_N = torch.where(flag_N & (rank_N < room), rank_N, room)
-    index = torch.zeros(room + 1, dtype=torch.int64, device=flag_N.device)
-    index = index.scatter(0, slot_N, torch.arange(len(flag_N), device=flag_N.device))[:room]
-    count = rank_N[-1] + 1
-    kept = torch.arange(room, device=flag_N.device) < count
-    return torch.where(kept, index, 0), kept, (count - room).clamp_min(0)
 
 
 # ----------------------------------------------------------------------------------------------------------- trainer
@@ -604,22 +187,25 @@ def _places_of(flag_N: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
 class Trainer:
     """A network, its optimizer and its moving average: everything that changes from step to step."""
 
-    def __init__(self, architecture: Architecture, recipe: Recipe, seed: int, where: World, gather: bool | None = None) -> None:
+    def __init__(
+        self, architecture: Architecture, recipe: Recipe, seed: int, where: World, gather: bool | None = None
+    ) -> None:
         self.recipe, self.seed, self.world = recipe, seed, where
         device = where.device
         on_cuda = device.type == "cuda"
         self.precision = ("bf16" if on_cuda else "fp32") if recipe.precision == "auto" else recipe.precision
         self.step_count = 0
-        self.model = Transformer(architecture, recipe.dropout).initialise(torch.Generator().manual_seed(seed)).to(device)
+        self.model = _fresh(architecture, recipe, seed).to(device)
         self.model.train()
         self.model.angles(architecture.length)  # made here once, outside of what is compiled or run without gradients
         share = recipe.batch // where.size
         rows = min(recipe.micro_batch or share, share)
-        self.objective = Objective(self.model, seed, self.precision == "bf16", rows, architecture.length, gather)
+        self.objective = Objective(self.model, recipe, seed, self.precision == "bf16", rows, gather)
         if on_cuda and recipe.attention != "auto":
             torch.backends.cuda.enable_flash_sdp(recipe.attention == "flash")
             torch.backends.cuda.enable_cudnn_sdp(recipe.attention == "cudnn")
-        if recipe.shard and where.size > 1:
+        self.sharded = recipe.shard and where.size > 1
+        if self.sharded:
             _shard(self.objective)
         self.params = dict(self.model.named_parameters())
         self.ema = {name: value.detach().clone() for name, value in self.params.items()}
@@ -633,10 +219,10 @@ class Trainer:
         )
         self.run: Callable[..., tuple[Tensor, Tensor]] = self.objective
         if recipe.compile == "on" or (recipe.compile == "auto" and on_cuda and _has_triton()):
-            self.run = torch.compile(self.objective, dynamic=False)  # type: ignore[assignment]
-        if where.size > 1 and not recipe.shard:
+            self.run = torch.compile(self.objective, dynamic=False)
+        if where.size > 1 and not self.sharded:
             self.run = nn.parallel.DistributedDataParallel(
-                self.run,  # type: ignore[arg-type]
+                self.run,
                 device_ids=[device.index] if on_cuda else None,
                 gradient_as_bucket_view=True,
             )
@@ -667,14 +253,14 @@ class Trainer:
     def _dropout_seed(self, turn: int) -> int:
         words = np.array([self.seed, self.step_count, self.world.rank, turn], dtype=np.uint64)
         with np.errstate(over="ignore"):
-            key = _mix(_mix(_mix(_mix(words[:1]) + words[1:2]) + words[2:3]) + words[3:4])
+            key = mix(mix(mix(mix(words[:1]) + words[1:2]) + words[2:3]) + words[3:4])
         return int(key[0] >> np.uint64(1))
 
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients are exchanged once for each update, with its last micro-batch."""
         if isinstance(self.run, nn.parallel.DistributedDataParallel) and not last:
             return self.run.no_sync()
-        if self.recipe.shard and self.world.size > 1:
+        if self.sharded:
             self.objective.set_requires_gradient_sync(last)  # type: ignore[operator]
         return contextlib.nullcontext()
 
@@ -688,6 +274,9 @@ class Trainer:
         try:
             yield self.model
         finally:
+            if self.sharded:  # drop what was gathered from the average, or the next step would still compute with it
+                for part in (*self.model.blocks, self.objective):
+                    part.reshard()
             torch._foreach_copy_(now, kept)
             self.model.train()
 
@@ -717,6 +306,16 @@ class Trainer:
         self.step_count = step
 
 
+def _fresh(architecture: Architecture, recipe: Recipe, seed: int) -> Transformer:
+    """A network with the weights of a seed: `Transformer.initialise`, its matrices (0.02) rescaled."""
+    model = Transformer(architecture, recipe.dropout).initialise(torch.Generator().manual_seed(seed))
+    scale = (recipe.init or 1 / math.sqrt(3 * architecture.width)) / 0.02
+    for parameter in model.parameters():
+        if parameter.dim() == 2:  # those that start at zero stay there
+            parameter.data.mul_(scale)
+    return model
+
+
 def _has_triton() -> bool:
     import importlib.util
 
@@ -729,10 +328,7 @@ def _shard(objective: Objective) -> None:
     for block in objective.model.blocks:
         fully_shard(block)
     fully_shard(objective)
-    # Evaluation enters by these instead of `forward`.
-    for method in ("evaluate", "evaluate_causal"):
-        if hasattr(objective, method):
-            register_fsdp_forward_method(objective, method)
+    register_fsdp_forward_method(objective, "logits")  # evaluation enters here instead of by `forward`
 
 
 def _is_sharded(value: Tensor) -> bool:
@@ -740,11 +336,11 @@ def _is_sharded(value: Tensor) -> bool:
 
 
 def _local(value: Tensor) -> Tensor:
-    return value.to_local() if _is_sharded(value) else value  # type: ignore[operator]
+    return value.to_local() if _is_sharded(value) else value  # type: ignore[attr-defined]
 
 
 def _full(value: Tensor) -> Tensor:
-    return value.full_tensor() if _is_sharded(value) else value  # type: ignore[operator]
+    return value.full_tensor() if _is_sharded(value) else value  # type: ignore[attr-defined]
 
 
 def _host(value: Tensor) -> Tensor:
@@ -785,7 +381,9 @@ class _Signals:
             signal.signal(number, handler)
         self._before = {}
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._restore()
 
 
@@ -802,9 +400,12 @@ def evaluate(trainer: Trainer, corpus: TokenFile, length: int, rows: int, draws:
         tokens = spread_rows(corpus.heldout, length, rows)
     device, precision = trainer.world.device, trainer.precision
     with trainer.averaged() as model:
+        network: Any = trainer.objective if trainer.sharded else model
         if model.architecture.causal:
-            return causal_bound(model, tokens, real_N=real, device=device, precision=precision)
-        return bound(model, tokens, real_N=real, draws=draws, device=device, precision=precision)
+            return causal_bound(network, tokens, real_N=real, device=device, precision=precision)
+        return bound(
+            network, tokens, mask_id=model.mask_id, real_N=real, draws=draws, device=device, precision=precision
+        )
 
 
 def train_model(
@@ -828,7 +429,7 @@ def train_model(
     corpus.windows(architecture.length)  # is there enough text?
     identity = _identity(corpus, architecture, recipe, seed)
     found = checkpoint.load(folder / CHECKPOINT)
-    state: dict[str, Any] = {"step": 0, "seconds": 0.0, "recent": [], "masked": 0}
+    state: dict[str, Any] = {"step": 0, "seconds": 0.0, "losses": [], "masked": 0}
     if found is not None:
         state = {**found[1]}
         _check_identity(folder, state.pop("identity"), identity, force)
@@ -864,7 +465,8 @@ def _check_identity(folder: Path, before: dict[str, Any], now: dict[str, Any], f
     if changed and not force:
         listed = "; ".join(f"{key} was {before.get(key)}, is {now[key]}" for key in changed[:4])
         raise UserError(
-            f"{folder} holds a run that began differently ({listed}): use the same settings, another folder, or force it"
+            f"{folder} holds a run that began differently ({listed}): "
+            f"use the same settings, another folder, or force it"
         )
 
 
@@ -963,7 +565,8 @@ class _Loop:
                 raise KeyboardInterrupt if stopped == signal.SIGINT else SystemExit(128 + stopped)
 
     def _stopped(self, signals: _Signals, look: bool) -> int:
-        """The signal that all processes agree to stop for, 0 for none. Several agree only when they look at the numbers."""
+        """The signal that all processes agree to stop for, 0 for none. Several agree only when they look at the
+        numbers."""
         if self.world.size == 1:
             return signals.got or 0
         if not look:
@@ -1020,14 +623,17 @@ class _Loop:
         if broken.any():
             at = step - len(table) + int(broken.argmax()) + 1
             raise UserError(f"the loss is not a number any more at step {at}: lower the learning rate; {kept}")
-        loss = float(table[:, 0].mean())
-        recent: list[float] = self.state["recent"]
-        if step > self.recipe.warmup and len(recent) >= 5 and loss > self.recipe.diverged * statistics.median(recent):
+        after = max(0, self.recipe.warmup - (step - len(table)))  # the warm-up's losses do not count
+        losses = self.state["losses"] = [*self.state["losses"], *table[after:, 0].tolist()][-20 * _BLOCK :]
+        if len(losses) < 6 * _BLOCK:
+            return
+        means = [statistics.fmean(losses[end - _BLOCK : end]) for end in range(len(losses), _BLOCK - 1, -_BLOCK)]
+        usual = statistics.median(means[1:])
+        if means[0] > self.recipe.diverged * usual:
             raise UserError(
-                f"the loss diverges at step {step}: {loss:.3f}, more than {self.recipe.diverged:g} times its running "
-                f"median {statistics.median(recent):.3f}; lower the learning rate; {kept}"
+                f"the loss diverges at step {step}: {means[0]:.3f} over the last {_BLOCK} steps, more than "
+                f"{self.recipe.diverged:g} times its running median {usual:.3f}; lower the learning rate; {kept}"
             )
-        self.state["recent"] = [*recent, loss][-101:]
 
     def _mfu(self, rows_per_s: float) -> float | None:
         if self.peak is None:
@@ -1045,15 +651,16 @@ class _Loop:
 
     def _sample(self) -> None:
         """Four samples from the averaged weights, for the eye. Left out with sharded weights."""
-        if self.recipe.shard and self.world.size > 1:
+        if self.trainer.sharded:
             return
         from relaylm.plan import make_plan
         from relaylm.sampler import denoise
         from relaylm.schedule import Schedule
 
         began = time.perf_counter()
-        with self.trainer.averaged() as model, torch.autocast(
-            self.world.device.type, dtype=torch.bfloat16, enabled=self.trainer.precision == "bf16"
+        with (
+            self.trainer.averaged() as model,
+            torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=self.trainer.precision == "bf16"),
         ):
             plan = make_plan(4, self.length, seed=self.recipe.seed)
             steps = min(self.length, 64)
@@ -1096,7 +703,7 @@ class _Loop:
             "mfu_formula": MFU_FORMULA,
             "peak_tflops": self.peak,
             "parameters": sum(value.numel() for value in self.trainer.params.values()),
-            "train_loss": self.state["recent"][-1] if self.state["recent"] else None,
+            "train_loss": statistics.fmean(self.state["losses"]) if self.state["losses"] else None,
             "heldout": None if found is None else found.to_json(),
             "bits_per_character": None if found is None else found.bits / self.corpus.characters_per_token(),
             "architecture": a.to_json(),
@@ -1134,9 +741,9 @@ def train_family(
 ) -> Path:
     """Train a family's models one after the other, and write it to OUT/family; returns that folder.
 
-    `overrides` are fields of `Preset` and `Recipe` (depths, twin, judge, steps, lr, ...). Each model has a folder of its own
-    under OUT/models with its checkpoint, metrics and summary; what is finished there is not trained again. The resolved
-    settings go to OUT/config.json.
+    `overrides` are fields of `Preset` and `Recipe` (depths, twin, judge, steps, lr, ...). Each model has a folder of
+    its own under OUT/models with its checkpoint, metrics and summary; what is finished there is not trained again.
+    The resolved settings go to OUT/config.json.
     """
     from relaylm.family import save_family
 
@@ -1151,7 +758,9 @@ def train_family(
         jobs.append((f"{chosen.twin}b-twin", chosen.twin, False, chosen.recipe.seed + 1))
     if chosen.judge is not None:
         jobs.append(("judge", chosen.judge, True, chosen.recipe.seed))
-    shapes = {key: chosen.architecture(depth, corpus.vocab_size, corpus.mask_id, causal) for key, depth, causal, _ in jobs}
+    shapes = {
+        key: chosen.architecture(depth, corpus.vocab_size, corpus.mask_id, causal) for key, depth, causal, _ in jobs
+    }
     command = command or f"relaylm train --preset {chosen.name}"
     with world(device) as where:
         if where.main:
@@ -1193,19 +802,6 @@ def train_family(
     return target
 
 
-def override(preset: Preset, **overrides: Any) -> Preset:
-    """A preset with some of its settings, or of its recipe's, changed; None leaves one as it is."""
-    given = {key: value for key, value in overrides.items() if value is not None}
-    recipe_names = {f.name for f in fields(Recipe)}
-    unknown = sorted(set(given) - recipe_names - {f.name for f in fields(Preset)})
-    if unknown:
-        raise UserError(f"there is no setting {unknown[0]!r}")
-    if "depths" in given:
-        given["depths"] = tuple(given["depths"])
-    recipe = replace(preset.recipe, **{key: given.pop(key) for key in list(given) if key in recipe_names})
-    return replace(preset, recipe=recipe, **given)
-
-
 def averaged_network(folder: Path, architecture: Architecture) -> Transformer:
     """The network of a run's checkpoint with the averaged weights, in float32."""
     found = checkpoint.load(folder / CHECKPOINT)
@@ -1215,13 +811,12 @@ def averaged_network(folder: Path, architecture: Architecture) -> Transformer:
     return build(architecture, {k.removeprefix(prefix): v for k, v in found[0].items() if k.startswith(prefix)})
 
 
-def model_card(
-    name: str, preset: Preset, corpus: TokenFile, summaries: dict[str, dict[str, Any]], command: str
-) -> str:
+def model_card(name: str, preset: Preset, corpus: TokenFile, summaries: dict[str, dict[str, Any]], command: str) -> str:
     """README.md of a family: what it is, what it was trained on and how, how good it is, what it is not for."""
-    licence = corpus.manifest["licence"] or "not stated"
+    splits, kind = corpus.manifest["splits"], corpus.manifest["tokenizer"]["type"]
     sources = ", ".join(source["name"] for source in corpus.manifest["request"]["sources"])
-    unit = "character" if corpus.manifest["tokenizer"]["type"] in ("text8", "bytes") else "token"
+    unit = {"text8": "character", "bytes": "byte"}.get(kind, "token")
+    timed = "with" if preset.time_conditioning else "without"
     lines = [
         "---",
         "library_name: relaylm",
@@ -1229,14 +824,12 @@ def model_card(
         "---",
         f"# {name}",
         "",
-        f"Masked diffusion denoisers of {', '.join(str(d) for d in sorted(preset.depths))} blocks that share everything else "
-        f"(width {preset.width}, {preset.heads} heads, length {preset.length}, {corpus.vocab_size} tokens with the mask), made to take "
-        "turns along one denoising trajectory. Trained without time conditioning."
-        if not preset.time_conditioning
-        else f"Masked diffusion denoisers of {', '.join(str(d) for d in sorted(preset.depths))} blocks, with time conditioning.",
+        f"Masked diffusion denoisers of {', '.join(map(str, sorted(preset.depths)))} blocks that share everything else",
+        f"(width {preset.width}, {preset.heads} heads, length {preset.length}, vocabulary {corpus.vocab_size}),",
+        f"made to take turns along one denoising trajectory. Trained {timed} time conditioning.",
         "",
-        f"**Data.** {sources}; {corpus.manifest['splits']['train']['tokens']:,} tokens to train on, the last "
-        f"{corpus.manifest['splits']['heldout']['tokens']:,} held out. Licence of the text: {licence}.",
+        f"**Data.** {sources}: {splits['train']['tokens']:,} tokens to train on, {splits['heldout']['tokens']:,} more",
+        f"at the end, held out. Licence of the text: {corpus.manifest['licence'] or 'not stated'}.",
         "",
         f"**Command.** `{command}`",
         "",
@@ -1245,17 +838,23 @@ def model_card(
     ]
     for key, s in summaries.items():
         held, per_character = s["heldout"], s["bits_per_character"]
-        bits = "-" if held is None else f"{held['bits']:.4f} ({held['low']:.4f} to {held['high']:.4f})"
-        lines.append(
-            f"| {key} | {s['parameters']:,} | {s['steps']:,} | {s['tokens']:,} | {s['seconds']:.0f} s on {s['device']} | {bits} | "
-            f"{'-' if per_character is None else f'{per_character:.4f}'} |"
-        )
+        cells = [
+            key,
+            f"{s['parameters']:,}",
+            f"{s['steps']:,}",
+            f"{s['tokens']:,}",
+            f"{s['seconds']:.0f} s on {s['device']}",
+            "-" if held is None else f"{held['bits']:.4f} ({held['low']:.4f} to {held['high']:.4f})",
+            "-" if per_character is None else f"{per_character:.4f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "A denoiser's figure is an upper bound on its negative log-likelihood; the judge's is exact, the first token given.",
+        "A denoiser's figure is an upper bound on its negative log-likelihood; the judge's is exact, with the first",
+        "token of each row given.",
         "",
-        "**Good for** studying model schedules, tests and demonstrations. **Not for** anything that needs true or safe text: these "
-        "are small models of a small corpus, and repeat its errors and biases.",
+        "**Good for** studying model schedules, tests and demonstrations. **Not for** anything that needs true or safe",
+        "text: these are small models of a small corpus, and they repeat its errors and biases.",
         "",
     ]
     return "\n".join(lines)
@@ -1276,8 +875,9 @@ def throughput(
     peak: float | None = None,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Train on random tokens for a moment, and say how fast that was. Everything a real step does is in it: batches from
-    the prefetching thread, masks, loss, backward, clipping, AdamW, moving average. `peak` in TFLOP/s overrides the data sheet."""
+    """Train on random tokens for a moment, and say how fast that was. Everything a real step does is in it: batches
+    from the prefetching thread, masks, loss, backward, clipping, AdamW, moving average. `peak` in TFLOP/s overrides
+    the data sheet."""
     chosen = override(preset, **overrides) if isinstance(preset, Preset) else load_preset(preset, **overrides)
     shape = chosen.architecture(depth or max(chosen.depths), vocab_size, vocab_size - 1, causal)
     recipe, length = chosen.recipe, chosen.length
@@ -1334,7 +934,8 @@ def _wait(device: torch.device) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m relaylm.train`: throughput, or a training run for torchrun; the command line proper is `relaylm train`."""
+    """`python -m relaylm.train`: throughput, or a training run for torchrun; the command line proper is `relaylm
+    train`."""
     parser = argparse.ArgumentParser(prog="python -m relaylm.train", description=main.__doc__)
     parser.add_argument("--bench", action="store_true", help="measure throughput on random tokens and print JSON")
     parser.add_argument("--preset", default="tiny-cpu")
@@ -1346,7 +947,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bench-steps", type=int, default=20)
     parser.add_argument("--causal", action="store_true", help="--bench: a judge")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change a setting of the preset")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="change a setting of the preset"
+    )
     options = parser.parse_args(arguments)
     try:
         changes = dict(_setting(text) for text in options.set)

@@ -1,6 +1,6 @@
 """Public checkpoints in: what a source is, and a family made of it.
 
-A source is a file, a folder, a hub id (`owner/name`, or `owner/name/path/inside`), or several of these with commas
+A source is a file, a folder, a hub id (`owner/name`, or `owner/name/path/to/file`), or several of these with commas
 between them, which then form one family. Formats, by the names that `recognise` gives:
 
     mdlm        kuleshov-group/mdlm-owt and what `export` writes          lightning   MDLM's and its relatives' .ckpt
@@ -39,15 +39,18 @@ _GPT2 = "the tokenizer: give GPT-2's tokenizer.json (hub id openai-community/gpt
 _LLAMA = "the tokenizer: give TinyLlama's tokenizer.json (hub id TinyLlama/TinyLlama_v1.1)"
 HINTS = {"mdlm": _GPT2, "bd3lm": _GPT2, "lightning": _GPT2, "sedd": _GPT2, "smdm": _LLAMA}
 
-_hub_re = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:/[\w.-]+)*")
+# owner/name, or a file of weights in it
+_hub_re = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:(?:/[\w.-]+)*/[\w.-]+\.(?:safetensors|ckpt|pth?|bin))?")
 
 
 # ------------------------------------------------------------------------------------------------------- recognising
 
 
-def recognise(source: Source, revision: str | None = None) -> str | None:
+def recognise(source: Source, revision: str | None = None, hub: bool = True) -> str | None:
     """The format of a source, or None for what is not a public checkpoint (a relaylm family among others). A hub id is
-    fetched, or found in the cache; a file that is hostile or cut short is a UserError."""
+    fetched, or found in the cache, unless `hub` is off; a file that is hostile or cut short is a UserError."""
+    if not hub and str(source).count("/") == 1 and _hub_re.fullmatch(str(source)) and not _exists(source):
+        return None
     try:
         parts = _parts(source, revision)
     except _Unknown:
@@ -56,17 +59,28 @@ def recognise(source: Source, revision: str | None = None) -> str | None:
     return None if not kinds or None in kinds else "+".join(sorted(map(str, kinds)))
 
 
+def _exists(source: Source) -> bool:
+    try:
+        return Path(source).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # too long, a null in it, an unknown user: no such path
+        return False
+
+
 class _Unknown(UserError):
     """The source is not a checkpoint; somebody else may know what it is."""
 
 
 def _parts(source: Source | Sequence[Source], revision: str | None = None) -> list[tuple[str, Path]]:
     """The single checkpoints that a source stands for, each with the name its model gets."""
+    from relaylm.family import _backup
+
     if not isinstance(source, (str, Path)):
         return [part for one in source for part in _parts(one, revision)]
     text = str(source)
-    path = Path(source).expanduser()
-    if not path.exists():
+    if not _exists(source):
+        path = Path(source)
+        if _backup(path).is_dir():  # a relaylm family whose saving was killed between its two renames
+            raise _Unknown(f"{text!r} is a relaylm family")
         if "," in text:
             return [part for one in text.split(",") if one.strip() for part in _parts(one.strip(), revision)]
         if not (isinstance(source, str) and _hub_re.fullmatch(text)):
@@ -74,6 +88,7 @@ def _parts(source: Source | Sequence[Source], revision: str | None = None) -> li
         path = fetch(text, revision)
         name = "/".join(text.split("/")[1:2]) if text.count("/") == 1 else Path(text).stem
     else:
+        path = Path(source).expanduser()
         name = path.resolve().name if path.is_dir() else path.stem
         if path.name in ("model.safetensors", "pytorch_model.bin") and (path.parent / "config.json").is_file():
             path, name = path.parent, path.resolve().parent.name
@@ -169,7 +184,7 @@ def fetch(name: str, revision: str | None = None) -> Path:
     if inside:
         if Path(place).suffix in PICKLES:
             raise UserError(f"{name}: only safetensors are fetched from the hub, not {Path(place).suffix} files")
-        patterns = [place, f"{place}/*", "tokenizer.json", "tokenizer_config.json"]
+        patterns = [place, "tokenizer.json", "tokenizer_config.json"]
     try:
         folder = Path(snapshot_download(f"{owner}/{repository}", revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub's errors come from several libraries; all of them mean: not fetched
@@ -204,7 +219,8 @@ def _look(
         parts = [(name, path) for name, (_, path) in zip(names, parts, strict=True)]
     where = [path if path.is_dir() else path.parent for _, path in parts]
     missing: list[str] = []
-    reader = _tokenizer(tokenizer, [folder for place in where for folder in (place, place.parent)][: 2 * len(where)])
+    converted = [place.parent for place in where if (place.parent / NOTES).is_file()]
+    reader = _tokenizer(tokenizer, [*where, *converted])
     found: list[Found] = []
     for (name, path), folder in zip(parts, where, strict=True):
         notes = next((place / NOTES for place in (folder, folder.parent) if (place / NOTES).is_file()), None)
@@ -224,7 +240,9 @@ def _look(
                 f"({other.format}) has {other.vocab_size} with mask {other.mask_id}: they speak different vocabularies "
                 f"and cannot take turns"
             )
-    if reader is None:
+    if reader is not None:
+        reader = _with_mask(reader, first.mask_id)
+    else:
         missing.append(HINTS.get(first.format, "the tokenizer: give a tokenizer.json"))
     missing += [note if len(found) == 1 else f"{one.name}: {note}" for one in found for note in one.missing]
     return found, reader, missing
@@ -238,7 +256,7 @@ def _tokenizer(given: Source | Tokenizer | None, folders: Iterable[Path]) -> Tok
         return given
     if given is not None:
         text = str(given)
-        if not Path(text).expanduser().exists() and _hub_re.fullmatch(text) and text.count("/") == 1:
+        if not _exists(text) and _hub_re.fullmatch(text) and text.count("/") == 1:
             given = _fetch_tokenizer(text)
         return load_tokenizer(given)
     for folder in folders:
@@ -249,11 +267,25 @@ def _tokenizer(given: Source | Tokenizer | None, folders: Iterable[Path]) -> Tok
     return None
 
 
+def _with_mask(reader: Tokenizer, mask_id: int) -> Tokenizer:
+    """The model decides which token is the mask; a tokenizer that has several such, or another name for it, is told."""
+    from relaylm.tokenizer import JsonTokenizer
+
+    if not isinstance(reader, JsonTokenizer) or mask_id == reader.mask_id or mask_id >= reader.size:
+        return reader
+    import tokenizers
+
+    data = reader.files()[reader.file_name]
+    token = tokenizers.Tokenizer.from_str(data.decode("utf-8")).id_to_token(mask_id)
+    special = {entry["content"] for entry in json.loads(data).get("added_tokens") or [] if entry.get("special")}
+    return JsonTokenizer(data, token) if token in special else reader
+
+
 def _fetch_tokenizer(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, allow_patterns=["tokenizer.json", "tokenizer_config.json"]))
+        return Path(snapshot_download(name, allow_patterns=["tokenizer.json", "tokenizer_config.json", "*.jinja"]))
     except Exception as error:
         raise UserError(f"the tokenizer {name!r} could not be fetched ({type(error).__name__})") from None
 
@@ -342,7 +374,7 @@ def _common_name(found: list[Found]) -> str:
 def _meta(found: list[Found], source: Source | Sequence[Source], missing: list[str]) -> dict[str, Any]:
     sources = [str(source)] if isinstance(source, (str, Path)) else [str(one) for one in source]
     meta: dict[str, Any] = {"format": "+".join(sorted({one.format for one in found})), "sources": [
-        item if _hub_re.fullmatch(item) and not Path(item).exists() else Path(item).name for item in sources
+        item if _hub_re.fullmatch(item) and not _exists(item) else Path(item).name for item in sources
     ]}  # fmt: skip
     eos = sorted({token for one in found for token in one.meta.get("eos_ids", [])})
     details = {one.name: {k: v for k, v in one.meta.items() if k != "eos_ids"} for one in found}
@@ -358,20 +390,28 @@ def describe(
     names: Sequence[str] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """What `relaylm info` shows of a checkpoint. Reads names, shapes and configurations, not the weights."""
+    """What `relaylm info` shows of a checkpoint: the keys of `family.describe`, and the format. Reads names, shapes and
+    configurations, not the weights."""
     found, reader, missing = _look(source, tokenizer, names, revision, _checked(options))
+    found.sort(key=lambda one: one.parameters)
     meta = _meta(found, source, missing)
     return {
         "format": meta["format"],
         "name": found[0].name if len(found) == 1 else _common_name(found),
+        "folder": None,
         "length": min(one.length for one in found),
         "vocab_size": found[0].vocab_size,
         "mask_id": found[0].mask_id,
         "eos_ids": meta.get("eos_ids", []),
         "tokenizer": None if reader is None else reader.to_json(),
+        "roles": {"light": found[0].name, "heavy": found[-1].name},
         "models": {one.name: one.describe() for one in found},
+        "judge": None,
+        "twins": {},
         "bytes": sum(one.bytes for one in found),
         "missing": missing,
+        "digest": None,
+        "meta": meta,
     }
 
 
@@ -559,7 +599,7 @@ def chat_prompt(folder: Source, messages: list[dict[str, str]], add_generation_p
     """A conversation as the text that an instruction-tuned model continues; see `hf.chat_prompt`."""
     from relaylm.convert import hf
 
-    place = Path(folder).expanduser()
-    if not place.exists() and isinstance(folder, str) and _hub_re.fullmatch(folder):
+    place = Path(folder)
+    if not _exists(folder) and isinstance(folder, str) and _hub_re.fullmatch(folder):
         place = _fetch_tokenizer(folder)
     return hf.chat_prompt(place, messages, add_generation_prompt)

@@ -285,9 +285,15 @@ def _length(config: dict[str, Any], where: Path) -> int:
 
 def _llada_config(config: dict[str, Any], options: Options, where: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """LLaMA's configuration for LLaDA's; whatever the published models do not use is refused."""
-    published = {"block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu", "rope": True,
-                 "alibi": False, "attention_layer_norm": False, "include_bias": False, "include_qkv_bias": False, "scale_logits": False,
-                 "input_emb_norm": False, "bias_for_layer_norm": False}  # fmt: skip
+    published: dict[str, Any] = {
+        "block_type": "llama",
+        "layer_norm_type": "rms",
+        "activation_type": "silu",
+        "rope": True,
+    }
+    off = ("alibi", "attention_layer_norm", "include_bias", "include_qkv_bias", "scale_logits", "input_emb_norm",
+           "bias_for_layer_norm")  # fmt: skip
+    published |= dict.fromkeys(off, False)
     for key, value in published.items():
         if config.get(key, value) not in (value, None):
             raise UserError(f"{where}: {key} is {config[key]!r}, but the LLaDA that relaylm knows has {value!r}")

@@ -68,7 +68,7 @@ def open_folder(folder: Path, name: str, options: Options) -> Found:
     meta: dict[str, Any] = {}
     if kind == "bd3lm":
         block = whole(config.get("block_size", 1), "block_size", path)
-        if block < length:
+        if block < length and config.get("cross_attn", True):  # without it the published code attends everywhere
             raise UserError(
                 f"{folder} is a BD3-LM with blocks of {block}: it needs block-causal attention, which relaylm does not "
                 f"have; only blocks as long as the sequence (bd3lm-owt-block_size1024-pretrain) can be used"
@@ -132,6 +132,11 @@ def open_checkpoint(path: Path, name: str, options: Options) -> Found:
 def open_file(path: Path, name: str, options: Options) -> Found:
     """MDLM's tensors in one file without a configuration."""
     tensors, prefix = _strip(from_safetensors([path]) if path.suffix == ".safetensors" else _flat(path), path)
+    if not prefix and options.time_conditioning is None:
+        raise UserError(
+            f"{path} names its tensors as SEDD does but has no config.json beside it: give the folder with both, or "
+            f"say time_conditioning"
+        )
     architecture, missing = _from_shapes(tensors, None, options, path)
     check_frequencies(tensors, architecture, path)
     return found("mdlm", name, architecture, tensors, prefix, path, [path], {}, missing)

@@ -29,12 +29,40 @@ from relaylm.errors import UserError
 
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 LARGEST_PICKLE = 1 << 28  # of data.pkl; a real one is a few megabytes
-# Modules that a checkpoint has no reason to name, and harmless-looking ones whose named members are as bad.
-HOSTILE = ("os", "posix", "nt", "subprocess", "sys", "importlib", "runpy", "shutil", "socket", "ctypes", "pty", "code",
-           "commands", "webbrowser", "pickle", "_pickle", "marshal", "multiprocessing", "asyncio")  # fmt: skip
-HOSTILE_BUILTINS = (
+# Modules that a checkpoint has no reason to name, and functions of builtins that are as bad.
+HOSTILE = [
+    "os",
+    "posix",
+    "nt",
+    "subprocess",
+    "sys",
+    "io",
+    "_io",
+    "importlib",
+    "runpy",
+    "shutil",
+    "socket",
+    "ctypes",
+    "pty",
+    "code",
+    "operator",
+    "_operator",
+    "commands",
+    "webbrowser",
+    "pickle",
+    "_pickle",
+    "marshal",
+    "multiprocessing",
+    "asyncio",
+    "timeit",
+    "cProfile",
+    "pdb",
+    "bdb",
+]
+HOSTILE_BUILTINS = [
     "eval",
     "exec",
+    "execfile",
     "compile",
     "open",
     "__import__",
@@ -43,7 +71,8 @@ HOSTILE_BUILTINS = (
     "globals",
     "breakpoint",
     "input",
-)
+    "apply",
+]
 
 STORAGES = {
     "DoubleStorage": torch.float64,
@@ -299,6 +328,8 @@ class _Machine:
                 return {_key(key): value for key, value in arguments[0]}
             if known in ("builtins.set", "__builtin__.set") and len(arguments) == 1 and isinstance(arguments[0], list):
                 return set(map(_key, arguments[0]))
+            if known == "_codecs.encode" and len(arguments) == 2 and isinstance(arguments[0], str):
+                return arguments[0].encode("latin1")  # how protocol 2 writes bytes
             if known == "torch.Size" and len(arguments) == 1 and isinstance(arguments[0], tuple):
                 return arguments[0]
             if known == "torch._utils._rebuild_tensor_v2" and len(arguments) >= 4:

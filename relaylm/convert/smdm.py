@@ -121,13 +121,15 @@ def open_file(path: Path, name: str, options: Options) -> Found:
 def infer(tensors: Mapping[str, Any], options: Options, where: Path) -> Size:
     """The size from the shapes; the heads from the table of published sizes."""
 
-    def shape(key: str) -> tuple[int, int]:
+    def shape(key: str, dims: int = 2) -> tuple[int, ...]:
         value = tensors.get(key)
-        if not isinstance(value, Lazy) or len(value.shape) != 2:
-            raise UserError(f"{where}: tensor {key} is missing or not a matrix")
-        return value.shape[0], value.shape[1]
+        if not isinstance(value, Lazy) or len(value.shape) != dims:
+            raise UserError(f"{where}: tensor {key} is missing or not a {'matrix' if dims == 2 else 'vector'}")
+        return value.shape
 
-    symbols, width = shape("lm_head.weight")
+    (width,) = shape("transformer.ln_f.weight", 1)
+    rows, columns = shape("lm_head.weight")
+    symbols = rows if columns == width else shape("transformer.wte.weight")[0] - 1  # transposed: `check` will name it
     blocks = {int(match.group(1)) for key in tensors if (match := re.match(r"transformer\.h\.(\d+)\.", str(key)))}
     depth = max(blocks, default=-1) + 1
     hidden = next((max(shape(key)) for key in tensors if str(key).endswith("mlp.swiglu.w1.weight")), 0)

@@ -1,0 +1,74 @@
+"""`relaylm demo`: the same prompt continued under three schedules, side by side.
+
+With a bundled family it is instant. Without one it first trains a tiny family on the text this project consists of,
+which takes about a minute on two cores and is kept for the next time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from relaylm.family import Family, bundled
+from relaylm.sampler import Samples, sample
+from relaylm.terminal import has_colours, legend, side_by_side
+
+SCHEDULES = ("heavy", "sandwich:25%", "light")
+
+
+def demo(source: str | None, prompt: str | None, seed: int, device: str) -> dict[str, Any]:
+    """Show it; returns what was shown."""
+    tiny = source is None and not bundled()
+    family = Family.load(tiny_family() if tiny else (source or bundled()[0]), device=device)
+    prompt = prompt if prompt is not None else ("the model " if tiny else "the history of ")
+    columns: list[tuple[str, Samples]] = []
+    for schedule in SCHEDULES:
+        columns.append((schedule, sample(family, schedule, 1, seed=seed, prompt=prompt)))
+    light, heavy = family.roles()
+    print(f"L is {light}, H is {heavy}; one plan: every column writes the same positions at the same steps.\n")
+    print(side_by_side(family, columns, sys.stdout))
+    print("\n" + legend(columns[1][1].trace.models, has_colours(sys.stdout)) + "\n")
+    print(f"{'schedule':<26}{'calls':>18}{'FLOPs':>10}{'saved':>8}{'seconds':>9}")
+    for title, samples in columns:
+        cost = samples.cost
+        calls = " + ".join(f"{count} {name}" for name, count in cost.calls.items() if count)
+        saved = "" if cost.flops_saved is None else f"{100 * cost.flops_saved:.1f}%"
+        print(f"{title:<26}{calls:>18}{cost.flops or 0:>10.2e}{saved:>8}{cost.seconds:>9.2f}")
+    if tiny:
+        print(
+            "\nThis family was trained in a minute on this project's own source text, to show the mechanism, not quality."
+        )
+    return {"prompt": prompt, "family": family.name, "samples": {title: s.to_json() for title, s in columns}}
+
+
+def project_text() -> str:
+    """The documentation and source of this project: the text that is always there."""
+    package = Path(__file__).parent
+    files = (
+        sorted(package.rglob("*.py")) + sorted(package.parent.glob("*.md")) + sorted(package.parent.glob("docs/*.md"))
+    )
+    return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def tiny_family() -> Path:
+    """The tiny family, trained on first use and kept under the user's cache folder."""
+    from relaylm.corpus import prepare
+    from relaylm.train import train_family
+
+    text = project_text()
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "relaylm"
+    folder = cache / f"demo-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if not (folder / "out" / "family" / "family.json").is_file():
+        print(
+            "No family is bundled: training a tiny one on this project's own text (about a minute)...", file=sys.stderr
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "text.txt").write_text(text, encoding="utf-8")
+        prepare([folder / "text.txt"], folder / "corpus", tokenizer="text8", progress=False)
+        train_family(
+            folder / "corpus", folder / "out", "tiny-cpu", device="cpu", name="demo", progress=sys.stderr.isatty()
+        )
+    return folder / "out" / "family"

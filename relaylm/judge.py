@@ -1,0 +1,358 @@
+r"""Generative perplexity: how a left-to-right model likes the samples.
+
+A judge is any causal model: the family's own (`None` or "own": the same token ids, no network access, always in
+float32), a Hugging Face model ("hf:gpt2-large"), a GGUF file ("gguf:PATH"), or any object with `logits(tokens, t)`.
+The last three need `pip install relaylm[eval]`; all but the first and last read text, so samples are decoded and
+tokenised anew for them.
+
+**What is scored.** A text x_1 .. x_c is charged -log p(x_i | x_<i) for i = 2 .. c: nothing is put before the text, so its
+first token is given, as MDLM does it. Rows are never dropped; one with a single token has nothing to score and counts as
+unscored. With a prompt two sums are kept: over everything, and over what was written alone (for a judge that reads
+text: the tokens that end after the prompt does).
+
+**Long texts.** What does not fit the judge's context W is read through windows that advance by W/2; each token is scored
+once, by the first window that holds it, so with at least W/2 tokens before it (from the first window on).
+
+**MDLM's recipe** (`recipe="mdlm"`), to the letter: texts are cut at `max_length` tokens, padded with eos to the longest
+of the call, split into blocks of 1024 that do not see each other, and in each block all tokens but the first are scored
+unless they are an eos that is not the block's first (the first padding counts, text after an eos too). The one
+difference: MDLM drops the rows that do not fill a last batch, and nothing here is dropped.
+
+Shapes: n rows, B windows in a call, L positions, M scored positions, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from relaylm.denoiser import Transformer
+from relaylm.engine import settings
+from relaylm.errors import UserError
+
+if TYPE_CHECKING:
+    from relaylm.family import Family
+
+RECIPES = ("plain", "mdlm")
+Encoder = Callable[[str], tuple[list[int], list[int]]]  # a text's ids, and where in the text each token ends
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A causal model, ready to score."""
+
+    name: str
+    key: str
+    """Identifies its numbers in a store: a hash of weights and tokenizer."""
+    nll: Callable[[Tensor, Tensor], Tensor]
+    """(ids_BL, real_B) -> -log p(x_i | x_<i) of positions 2..L, float64 (B, L - 1); `real_B` tokens are not padding."""
+    context: int
+    device: torch.device
+    tokens_per_call: int
+    encode: Encoder | None = None
+    """None: it reads the family's own token ids."""
+    eos_id: int | None = None
+    largest_id: int | None = None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Sums of -log p in nats and numbers of scored tokens, by row: over everything, and over what was written."""
+
+    nll_n: np.ndarray
+    count_n: np.ndarray
+    written_nll_n: np.ndarray
+    written_count_n: np.ndarray
+    cut_n: np.ndarray  # tokens beyond max_length, which MDLM's recipe does not read
+
+
+# ------------------------------------------------------------------------------------------------ scoring
+
+
+def score(
+    judge: Judge,
+    tokens_nL: np.ndarray,
+    texts: Sequence[str] = (),
+    given_nL: np.ndarray | None = None,
+    prompts: Sequence[str] | None = None,
+    *,
+    recipe: str = "plain",
+    max_length: int | None = None,
+    on_rows: Callable[[int], None] | None = None,
+) -> Scores:
+    """Score rows. `given_nL` (-1 where free) or, for a judge that reads text, `prompts` (the text each row began with)
+    say what was given; both None: all was written. `on_rows(k)` hears that k more windows are done."""
+    if recipe not in RECIPES:
+        raise UserError(f"{recipe!r} is not a recipe: choose {' or '.join(RECIPES)}")
+    rows, written = _tokenise(judge, tokens_nL, texts, given_nL, prompts)
+    cut_n = np.zeros(len(rows), dtype=np.int64)
+    if recipe == "mdlm":
+        if judge.eos_id is None and judge.encode is not None:
+            raise UserError(f"MDLM's recipe needs an eos token, and the judge {judge.name} has none")
+        longest = max_length or tokens_nL.shape[1]
+        cut_n = np.array([max(0, len(row) - longest) for row in rows])
+        width = max(min(len(row), longest) for row in rows)
+        rows, written = [row[:longest] for row in rows], [mark[:longest] for mark in written]
+        if judge.eos_id is not None:
+            # Of the padding only the first eos can be scored, so one is all it takes.
+            short = [len(row) < width for row in rows]
+            rows = [np.append(row, judge.eos_id) if s else row for row, s in zip(rows, short, strict=True)]
+            written = [np.append(mark, True) if s else mark for mark, s in zip(written, short, strict=True)]
+    context = judge.context
+    if recipe == "mdlm" and judge.encode is not None:
+        context = min(context, 4096 if "llama2" in judge.name else 1024)
+    work = [(r, *span) for r, row in enumerate(rows) for span in windows(len(row), context, recipe == "mdlm")]
+    nll_n, count_n = np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
+    written_nll_n, written_count_n = nll_n.copy(), count_n.copy()
+    work.sort(key=lambda item: item[1] - item[2])  # the longest first, so that batches hold windows of a length
+    at = 0
+    while at < len(work):
+        longest = work[at][2] - work[at][1]
+        batch = work[at : at + max(1, judge.tokens_per_call // longest)]
+        at += len(batch)
+        nll_BL = _nll_of(judge, [rows[r][start:stop] for r, start, stop, _ in batch])
+        for b, (r, start, stop, first) in enumerate(batch):
+            ids = rows[r][start:stop]
+            weight = np.arange(start, stop) >= first
+            if recipe == "mdlm" and judge.eos_id is not None:
+                weight &= mdlm_weights(ids, judge.eos_id)
+            keep = np.flatnonzero(weight[1:])
+            new = written[r][start + 1 : stop][keep]
+            nll = nll_BL[b, keep]
+            nll_n[r] += nll.sum()
+            count_n[r] += len(keep)
+            written_nll_n[r] += nll[new].sum()
+            written_count_n[r] += new.sum()
+        if on_rows is not None:
+            on_rows(len(batch))
+    return Scores(nll_n, count_n, written_nll_n, written_count_n, cut_n)
+
+
+def windows(length: int, context: int, blocks: bool = False) -> list[tuple[int, int, int]]:
+    """(start, stop, first) of each window over a text: it reads [start, stop) and scores [first, stop). With `blocks`
+    windows do not overlap, and the first token of each is not scored."""
+    spans = []
+    if blocks:
+        spans = [(start, min(length, start + context), start + 1) for start in range(0, length, context)]
+    elif length > 1:
+        stop = min(length, context)
+        spans = [(0, stop, 1)]
+        while stop < length:
+            first, stop = stop, min(length, stop + max(1, context // 2))
+            spans.append((stop - context, stop, first))
+    return [(start, stop, first) for start, stop, first in spans if first < stop]
+
+
+def mdlm_weights(ids_L: np.ndarray, eos_id: int) -> np.ndarray:
+    """Which tokens of a block count: all that are not eos, and the first eos."""
+    eos_L = ids_L == eos_id
+    return ~eos_L | (np.cumsum(eos_L) == 1)
+
+
+def _tokenise(
+    judge: Judge,
+    tokens_nL: np.ndarray,
+    texts: Sequence[str],
+    given_nL: np.ndarray | None,
+    prompts: Sequence[str] | None,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Each row's ids for the judge, and which of them were written rather than given."""
+    if judge.encode is None:
+        if judge.largest_id is not None and tokens_nL.max(initial=0) > judge.largest_id:
+            raise UserError(f"the judge {judge.name} knows the tokens 0 to {judge.largest_id}, not {tokens_nL.max()}")
+        free_nL = np.ones(tokens_nL.shape, dtype=bool) if given_nL is None else given_nL < 0
+        return list(tokens_nL.astype(np.int64)), list(free_nL)
+    if len(texts) != len(tokens_nL):
+        raise UserError(f"the judge {judge.name} reads text, and this family has no tokenizer to write it with")
+    if given_nL is not None and prompts is None and (given_nL >= 0).any():
+        raise UserError(f"the judge {judge.name} reads text: say what the prompts were as text")
+    rows, written = [], []
+    for r, text in enumerate(texts):
+        ids, ends = judge.encode(text)
+        rows.append(np.array(ids, dtype=np.int64))
+        written.append(np.array(ends, dtype=np.int64) > (len(prompts[r]) if prompts is not None else 0))
+    return rows, written
+
+
+def _nll_of(judge: Judge, pieces: Sequence[np.ndarray]) -> np.ndarray:
+    longest = max(len(piece) for piece in pieces)
+    ids_BL = np.zeros((len(pieces), longest), dtype=np.int64)
+    for b, piece in enumerate(pieces):
+        ids_BL[b, : len(piece)] = piece
+    real_B = torch.tensor([len(piece) for piece in pieces])
+    with settings(judge.device):
+        return judge.nll(torch.from_numpy(ids_BL).to(judge.device), real_B.to(judge.device)).cpu().numpy()
+
+
+# ------------------------------------------------------------------------------------------------ judges
+
+
+def load_judge(spec: Any, family: Family) -> Judge:
+    """The judge that `spec` names: None or "own", "hf:NAME", "gguf:PATH", a Judge, or an object with `logits`."""
+    if isinstance(spec, Judge):
+        return spec
+    if spec is None or spec == "own":
+        network = _own_network(family)
+        eos = family.tokenizer.eos_id if family.tokenizer is not None else None
+        return from_logits(network, "own", device=family.device, eos_id=eos, key=_own_key(family))
+    if isinstance(spec, str):
+        kind, _, name = spec.partition(":")
+        if kind == "hf" and name:
+            return _from_transformers(spec, family.device, name)
+        if kind == "gguf" and name:
+            return _from_gguf(spec, family.device, Path(name).expanduser())
+        raise UserError(f"there is no judge {spec!r}: write own, hf:NAME or gguf:PATH")
+    if hasattr(spec, "logits"):
+        return from_logits(spec, type(spec).__name__, device=family.device)
+    raise UserError(f"a {type(spec).__name__} cannot judge: give own, hf:NAME, gguf:PATH or an object with `logits`")
+
+
+def from_logits(
+    model: Any, name: str, *, device: torch.device | str = "cpu", eos_id: int | None = None, key: str | None = None
+) -> Judge:
+    """A judge from a causal model that reads the family's own token ids: `logits(tokens_BL, t_B)`, t without meaning."""
+    where = torch.device(getattr(model, "device", device))
+    architecture = getattr(model, "architecture", None)
+    context = int(architecture.length) if architecture is not None else int(getattr(model, "length", 1 << 30))
+    vocab_size = getattr(model, "vocab_size", None)
+    room = 65_536 if where.type == "cuda" else 4096
+
+    def nll(ids_BL: Tensor, real_B: Tensor) -> Tensor:
+        t_B = torch.ones(len(ids_BL), device=where)
+        if isinstance(model, Transformer) and not model.architecture.adaln:
+            return _nll_by_pieces(model, model.hidden_at(ids_BL, t_B, None), ids_BL, 2**26 if where.type == "cuda" else 2**22)
+        return _cross_entropy(model.logits(ids_BL, t_B)[:, :-1], ids_BL[:, 1:])
+
+    if key is None:
+        key = weights_digest(model) if isinstance(model, torch.nn.Module) else f"unnamed:{name}"
+    largest = None if vocab_size is None else int(vocab_size) - 1
+    return Judge(name, key, nll, context, where, room, None, eos_id, largest)
+
+
+def _nll_by_pieces(model: Transformer, hidden_BLD: Tensor, ids_BL: Tensor, cells: int) -> Tensor:
+    """-log p from the residual stream, the head on so many positions at a time that its logits stay small."""
+    hidden_MD, target_M = hidden_BLD[:, :-1].flatten(0, 1), ids_BL[:, 1:].flatten()
+    size = max(1, cells // model.vocab_size)
+    parts = [
+        _cross_entropy(model.head(hidden_MD[i : i + size]), target_M[i : i + size])
+        for i in range(0, len(target_M), size)
+    ]
+    return torch.cat(parts).view(len(ids_BL), -1) if parts else ids_BL.new_zeros((len(ids_BL), 0)).double()
+
+
+def _cross_entropy(logits_XV: Tensor, target_X: Tensor) -> Tensor:
+    logits = logits_XV if logits_XV.dtype == torch.float64 else logits_XV.float()
+    flat = F.cross_entropy(logits.flatten(0, -2), target_X.flatten(), reduction="none")
+    return flat.view(target_X.shape).double()
+
+
+def _own_network(family: Family) -> Transformer:
+    """The family's judge in float32, whatever its denoisers compute in."""
+    stored = family.stored
+    entry = stored.manifest["judge"] if stored is not None else None
+    if stored is not None and entry is not None and stored.dtype not in (torch.float32, torch.float64):
+        from relaylm.family import _load_network
+
+        return _load_network(stored.folder, "judge", entry, family.device, torch.float32)
+    if family.judge is None:
+        raise UserError("this family has no judge of its own: choose one, as hf:gpt2-large or gguf:PATH")
+    return family.judge
+
+
+def _own_key(family: Family) -> str | None:
+    if family.stored is None or family.stored.manifest["judge"] is None:
+        return None
+    files = sorted(family.stored.manifest["judge"]["files"].items())
+    return "own:" + hashlib.sha256(repr([digest for _, digest in files]).encode()).hexdigest()
+
+
+def weights_digest(module: torch.nn.Module) -> str:
+    """A sha256 of every parameter and buffer: names, shapes, types and bytes."""
+    total = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        total.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())
+        total.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("this judge needs the packages of `pip install relaylm[eval]`") from None
+    return transformers
+
+
+def _from_transformers(spec: str, device: torch.device, name: str) -> Judge:
+    package = _transformers()
+    try:
+        tokenizer = package.AutoTokenizer.from_pretrained(name)
+        model = package.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the judge {spec} cannot be loaded ({_first_line(error)})") from None
+    return _text_judge(spec, model, tokenizer, device, weights_digest(model))
+
+
+def _from_gguf(spec: str, device: torch.device, path: Path) -> Judge:
+    package = _transformers()
+    if not path.is_file():
+        raise UserError(f"there is no file {str(path)!r} for the judge: write gguf:PATH")
+    try:
+        import gguf  # noqa: F401  transformers needs it, and says so less clearly
+    except ImportError:
+        raise UserError("this judge needs the packages of `pip install relaylm[eval]`") from None
+    try:
+        tokenizer = package.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        model = package.AutoModelForCausalLM.from_pretrained(
+            str(path.parent), gguf_file=path.name, dtype=torch.float32
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"the judge {spec} cannot be loaded ({_first_line(error)})") from None
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return _text_judge(f"gguf:{path.name}", model, tokenizer, device, digest)
+
+
+def _text_judge(name: str, model: Any, tokenizer: Any, device: torch.device, digest: str) -> Judge:
+    """A judge around a transformers model and its (fast) tokenizer."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(f"the judge {name} has no fast tokenizer, which is needed to tell prompts from continuations")
+    model = model.eval().requires_grad_(False).to(device)
+    config = model.config
+    context = getattr(config, "n_positions", None) or getattr(config, "max_position_embeddings", None) or 1024
+    vocab_size = int(config.vocab_size)
+    room = max(1, (2**28 if device.type == "cuda" else 2**26) // vocab_size)  # of logits, in tokens
+
+    def encode(text: str) -> tuple[list[int], list[int]]:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]
+
+    def nll(ids_BL: Tensor, real_B: Tensor) -> Tensor:
+        mask_BL = (torch.arange(ids_BL.shape[1], device=ids_BL.device) < real_B[:, None]).long()
+        logits_BLV = model(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False).logits
+        return _cross_entropy(logits_BLV[:, :-1], ids_BL[:, 1:])
+
+    backend = tokenizer.backend_tokenizer.to_str()
+    key = f"{digest}:{hashlib.sha256(backend.encode()).hexdigest()}"
+    return Judge(name, key, nll, min(int(context), 2048), device, room, encode, tokenizer.eos_token_id)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def log_perplexity(scores: Scores, written: bool = True) -> np.ndarray:
+    """Each row's mean -log p; NaN where nothing was scored."""
+    nll_n = scores.written_nll_n if written else scores.nll_n
+    count_n = scores.written_count_n if written else scores.count_n
+    return np.where(count_n > 0, nll_n / np.maximum(count_n, 1), math.nan)

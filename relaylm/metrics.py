@@ -1,0 +1,366 @@
+r"""What samples are like, in numbers with honest intervals.
+
+**Perplexity.** A judge gives each row r the sum S_r of -log p over its c_r scored tokens; l_r = S_r / c_r is its log-
+perplexity, the statistic of every test here: it is nearly normal, and differences of it are differences of rates.
+Displayed are the arithmetic mean of exp(l_r) (`gen_ppl`, what the paper's intervals suggest) and the corpus-level
+exp(sum S_r / sum c_r) (`corpus_ppl`, MDLM's). They differ (Jensen), so both are always there. Perplexity alone can be
+bought with repetition, so entropy is always beside it.
+
+**Intervals** are 95%. Means of nearly normal rows get Student's t. exp(l_r) is skewed, where t covers too little on the
+upper side: its mean gets Hall's transformation of t (Hall, 1992). With g the sample skewness and T = (mean - mu) / se,
+
+    T + g/(3 sqrt n) T^2 + g^2/(27 n) T^3 + g/(6 sqrt n)
+
+is normal up to 1/n, and monotone in T, so inverting it gives an interval in closed form. The corpus-level figure is a
+ratio of sums: its interval is that of a ratio, on the log scale.
+
+**Paired differences.** Under common random numbers row r of two schedules shares its plan, so the mean of d_r =
+l_r - l'_r has a far smaller error than two separate means. Its interval is Student's t, with the bootstrap's beside it.
+
+Shapes: n rows, L positions, S schedules, R bootstrap resamples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from relaylm.errors import UserError
+
+LEVEL = 0.95
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and its 95% interval (infinite where one row is all there is)."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def ci(self) -> list[float | None]:
+        return [finite(self.low), finite(self.high)]
+
+
+def finite(x: float | None) -> float | None:
+    """The number, or None where there is none: JSON has neither infinity nor NaN."""
+    return None if x is None or not math.isfinite(x) else float(x)
+
+
+# ------------------------------------------------------------------------------------------------ Student's t
+
+
+def student_cdf(t: float, freedom: float) -> float:
+    """P(T <= t) for Student's t, by the incomplete beta function's continued fraction (Lentz)."""
+    if math.isinf(freedom):
+        return NormalDist().cdf(t)
+    tail = 0.5 * _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t))
+    return tail if t < 0 else 1 - tail
+
+
+@lru_cache(maxsize=512)
+def student_quantile(p: float, freedom: float) -> float:
+    """The t with P(T <= t) = p."""
+    if p < 0.5:
+        return -student_quantile(1 - p, freedom)
+    low, high = 0.0, 1.0
+    while student_cdf(high, freedom) < p:
+        high *= 2
+    for _ in range(200):
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        low, high = (middle, high) if student_cdf(middle, freedom) < p else (low, middle)
+    return (low + high) / 2
+
+
+def _incomplete_beta(a: float, b: float, x: float) -> float:
+    """The regularised I_x(a, b)."""
+    if x <= 0 or x >= 1:
+        return float(x >= 1)
+    if x > (a + 1) / (a + b + 2):  # the fraction converges quickly on the other side only
+        return 1 - _incomplete_beta(b, a, 1 - x)
+    front = a * math.log(x) + b * math.log1p(-x) - math.log(a)
+    front -= math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1))
+    fraction = d
+    for m in range(1, 500):
+        for step in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            d, c = 1 / (1 + step * d), 1 + step / c
+            fraction *= c * d
+        if abs(c * d - 1) < 1e-15:
+            break
+    return math.exp(front) * fraction
+
+
+# ------------------------------------------------------------------------------------------------ intervals
+
+
+def mean_estimate(x_n: np.ndarray) -> Estimate:
+    """The mean of rows and its t interval."""
+    return Estimate(*(float(v) for v in mean_interval(np.asarray(x_n, dtype=np.float64))))
+
+
+def mean_interval(x_Xn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean, lower and upper end of Student's interval along the last axis."""
+    n = x_Xn.shape[-1]
+    mean = x_Xn.mean(axis=-1)
+    if n < 2:
+        return mean, np.full_like(mean, -np.inf), np.full_like(mean, np.inf)
+    margin = student_quantile((1 + LEVEL) / 2, n - 1) * x_Xn.std(axis=-1, ddof=1) / math.sqrt(n)
+    return mean, mean - margin, mean + margin
+
+
+def skewed_mean_interval(x_Xn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean and interval of skewed rows along the last axis: Hall's transformation of t (see the top of this file)."""
+    n = x_Xn.shape[-1]
+    mean = x_Xn.mean(axis=-1)
+    if n < 3:
+        return mean_interval(x_Xn)
+    centred = x_Xn - mean[..., None]
+    spread = np.sqrt((centred**2).mean(axis=-1))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        skewness = np.where(spread > 0, (centred**3).mean(axis=-1) / spread**3, 0.0)
+    skewness = skewness * (math.sqrt(n * (n - 1)) / (n - 2))  # the usual correction for small n
+    a = skewness / math.sqrt(n)
+    error = spread * math.sqrt(n / (n - 1)) / math.sqrt(n)
+    quantile = student_quantile((1 + LEVEL) / 2, n - 1)
+
+    def invert(y: float) -> np.ndarray:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            exact = (np.cbrt(1 + a * (y - a / 6)) - 1) * 3 / a
+        return np.where(np.abs(a) < 1e-8, y, exact)
+
+    return mean, mean - error * invert(quantile), mean - error * invert(-quantile)
+
+
+def ratio_estimate(sum_n: np.ndarray, count_n: np.ndarray) -> Estimate:
+    """sum / count over all rows, and the interval of a ratio of sums (rows are independent, tokens are not)."""
+    n, total = len(sum_n), float(count_n.sum())
+    ratio = float(sum_n.sum()) / total
+    if n < 2:
+        return Estimate(ratio, -math.inf, math.inf)
+    error = math.sqrt(float(((sum_n - ratio * count_n) ** 2).sum()) * n / (n - 1)) / total
+    margin = student_quantile((1 + LEVEL) / 2, n - 1) * error
+    return Estimate(ratio, ratio - margin, ratio + margin)
+
+
+def resampling_weights(n: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+    """(R, n) bootstrap weights that each sum to 1: how often a row was drawn, over n."""
+    rng = np.random.default_rng(seed)
+    counts = np.zeros((resamples, n), dtype=np.float32)
+    for r in range(resamples):
+        counts[r] = np.bincount(rng.integers(0, n, n), minlength=n)
+    return counts / n
+
+
+# ------------------------------------------------------------------------------------------------ perplexity
+
+
+def perplexity(nll_n: np.ndarray, count_n: np.ndarray) -> dict[str, Any]:
+    """Both perplexities of the rows that have scored tokens, with intervals; `unscored` counts the rows that have none
+    (a text of a single token), so that none is dropped in silence."""
+    scored_n = count_n > 0
+    if not scored_n.any():
+        raise UserError("no row has a token to score: a judge gives the first token of a text and scores the rest")
+    log_n = nll_n[scored_n] / count_n[scored_n]
+    gen = Estimate(*(float(v) for v in skewed_mean_interval(np.exp(log_n))))
+    corpus = ratio_estimate(nll_n[scored_n], count_n[scored_n].astype(np.float64))
+    log = mean_estimate(log_n)
+    ends = [math.exp(v) if math.isfinite(v) else None for v in (corpus.low, corpus.high)]
+    return {
+        "gen_ppl": gen.value,
+        "gen_ppl_ci": gen.ci,
+        "corpus_ppl": math.exp(corpus.value),
+        "corpus_ppl_ci": ends,
+        "log_ppl": log.value,
+        "log_ppl_ci": log.ci,
+        "unscored": int((~scored_n).sum()),
+    }
+
+
+# ------------------------------------------------------------------------------------------------ what texts are like
+
+
+def token_entropy(row: np.ndarray) -> float:
+    """Entropy in nats of the tokens of one row, as frequencies of the row itself (ReMDM's definition)."""
+    _, counts = np.unique(np.asarray(row), return_counts=True)
+    share = counts / counts.sum()
+    return float(-(share * np.log(share)).sum()) if len(counts) > 1 else 0.0
+
+
+def word_entropy(text: str) -> float:
+    """The same over the words of a text (what stands between white space); 0 for a text without words."""
+    counts = Counter(text.split())
+    total = sum(counts.values())
+    return -sum(c / total * math.log(c / total) for c in counts.values()) if len(counts) > 1 else 0.0
+
+
+def ngrams(items: Sequence[Any], size: int = 4) -> list[tuple[Any, ...]]:
+    return [tuple(items[i : i + size]) for i in range(len(items) - size + 1)]
+
+
+def repetition(items: Sequence[Any], size: int = 4) -> float:
+    """Share of a row's n-grams that stood in the row before; 0 for a row with none."""
+    grams = ngrams(items, size)
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def distinct(rows: Sequence[Sequence[Any]], size: int = 4, groups: int = 20) -> Estimate:
+    """Different n-grams among all n-grams of all rows, with a jackknife interval over groups of rows. The figure falls
+    as rows are added: compare it at one n."""
+    grams = [ngrams(row, size) for row in rows]
+    total, everything = Counter(g for row in grams for g in row), sum(len(row) for row in grams)
+    if not everything:
+        return Estimate(0.0, -math.inf, math.inf)
+    value = len(total) / everything
+    groups = min(groups, len(rows))
+    if groups < 2:
+        return Estimate(value, -math.inf, math.inf)
+    without = []
+    for k in range(groups):
+        part = Counter(g for row in grams[k::groups] for g in row)
+        gone = sum(total[g] == c for g, c in part.items())
+        left = everything - sum(part.values())
+        without.append((len(total) - gone) / left if left else value)
+    # A figure that depends on n shifts when rows are left out; the shift is common to all groups and drops out here.
+    spread = math.sqrt((groups - 1) / groups * float(((np.array(without) - np.mean(without)) ** 2).sum()))
+    margin = student_quantile((1 + LEVEL) / 2, groups - 1) * spread
+    return Estimate(value, value - margin, value + margin)
+
+
+def describe_texts(rows: Sequence[np.ndarray], texts: Sequence[str]) -> dict[str, Any]:
+    """Entropy, diversity and repetition of samples, each with its interval. `rows` are the tokens that were written;
+    `texts` may be empty (a family without a tokenizer), and n-grams then are of tokens instead of words."""
+    entropy = mean_estimate(np.array([token_entropy(row) for row in rows]))
+    units: list[Sequence[Any]] = [text.split() for text in texts] or [row.tolist() for row in rows]
+    repeated = mean_estimate(np.array([repetition(unit) for unit in units]))
+    different = distinct(units)
+    out: dict[str, Any] = {"entropy": entropy.value, "entropy_ci": entropy.ci}
+    if texts:
+        words = mean_estimate(np.array([word_entropy(text) for text in texts]))
+        out |= {"word_entropy": words.value, "word_entropy_ci": words.ci}
+    out |= {"distinct_4": different.value, "distinct_4_ci": different.ci}
+    return {**out, "repetition_4": repeated.value, "repetition_4_ci": repeated.ci}
+
+
+def mauve(texts: Sequence[str], reference: Sequence[str], **options: Any) -> float | None:
+    """MAUVE between samples and human text, if the package is installed; None if it is not."""
+    try:
+        import mauve as package
+    except ImportError:
+        return None
+    return float(package.compute_mauve(p_text=list(reference), q_text=list(texts), verbose=False, **options).mauve)
+
+
+# ------------------------------------------------------------------------------------------------ comparisons
+
+
+def paired_difference(log_n: np.ndarray, reference_n: np.ndarray, weights_Rn: np.ndarray | None = None) -> dict[str, Any]:
+    """The mean of log_n - reference_n: t interval, bootstrap interval, p-value of no difference, and how many rows it
+    would take to see a difference of this size (80% power). Rows without a score in either are left out and counted."""
+    both_n = np.isfinite(log_n) & np.isfinite(reference_n)
+    d_n = (log_n - reference_n)[both_n]
+    n = len(d_n)
+    if not n:
+        raise UserError("no row has a score under both schedules, so they cannot be compared")
+    mean, low, high = (float(v) for v in mean_interval(d_n))
+    spread = float(d_n.std(ddof=1)) if n > 1 else math.inf
+    error = spread / math.sqrt(n)
+    if n < 2 or (error == 0 and mean == 0):
+        p = 1.0
+    else:
+        p = 0.0 if error == 0 else 2 * student_cdf(-abs(mean / error), n - 1)
+    if weights_Rn is None or weights_Rn.shape[1] != n:
+        weights_Rn = resampling_weights(n)
+    boot = np.quantile(weights_Rn @ d_n, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return {
+        "difference": mean,
+        "ci": [finite(low), finite(high)],
+        "bootstrap_ci": [float(v) for v in boot],
+        "sd": finite(spread),
+        "p": p,
+        "rows": n,
+        "differs": bool(p < 1 - LEVEL),
+        "samples_needed": samples_needed(mean, spread),
+    }
+
+
+def samples_needed(difference: float, sd: float, power: float = 0.8) -> int | None:
+    """Paired rows it takes to tell two schedules apart at the 5% level with this power, if the difference and the
+    spread of the rows' differences are as given; None if there is no difference to see."""
+    if difference == 0 or not math.isfinite(sd):
+        return None
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2) + NormalDist().inv_cdf(power)
+    n = max(2, math.ceil((z * sd / difference) ** 2))
+    for _ in range(20):  # Student's t instead of the normal, where n is small
+        z = student_quantile((1 + LEVEL) / 2, n - 1) + student_quantile(power, n - 1)
+        following = max(2, math.ceil((z * sd / difference) ** 2))
+        if following == n:
+            break
+        n = max(n, following) if n > 30 else following
+    return n
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values adjusted for their number (Holm's step-down)."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
+def ranks(log_Sn: np.ndarray, weights_Rn: np.ndarray | None = None) -> list[dict[str, Any]]:
+    """Place of each schedule by mean log-perplexity (1 is best), its 95% bootstrap interval over the rows that all
+    share, and the chance that it is best."""
+    shared_n = np.isfinite(log_Sn).all(axis=0)
+    x_Sn = log_Sn[:, shared_n]
+    if not x_Sn.shape[1]:
+        raise UserError("no row has a score under every schedule, so they cannot be ranked")
+    if weights_Rn is None or weights_Rn.shape[1] != x_Sn.shape[1]:
+        weights_Rn = resampling_weights(x_Sn.shape[1])
+    place_RS = _places(weights_Rn @ x_Sn.T)
+    place_S = _places(x_Sn.mean(axis=1)[None])[0]
+    low_S, high_S = np.quantile(place_RS, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    best_S = (place_RS == 1).mean(axis=0)
+    return [
+        {"rank": int(place), "rank_ci": [math.floor(low), math.ceil(high)], "chance_best": float(best)}
+        for place, low, high, best in zip(place_S, low_S, high_S, best_S, strict=True)
+    ]
+
+
+def _places(x_RS: np.ndarray) -> np.ndarray:
+    """1 for the smallest of each row; equals share the better place."""
+    return 1 + (x_RS[:, None, :] < x_RS[:, :, None]).sum(axis=2)
+
+
+def kendall_tau(first_Sn: np.ndarray, second_Sn: np.ndarray, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
+    """Agreement of two judges on the order of S schedules: Kendall's tau-b of the schedules' mean log-perplexities, and
+    its bootstrap interval over rows (both judges saw the same rows, which are resampled together)."""
+    shared_n = np.isfinite(first_Sn).all(axis=0) & np.isfinite(second_Sn).all(axis=0)
+    a_Sn, b_Sn = first_Sn[:, shared_n], second_Sn[:, shared_n]
+    weights_Rn = resampling_weights(a_Sn.shape[1], resamples, seed)
+    value = float(_tau(a_Sn.mean(axis=1)[None], b_Sn.mean(axis=1)[None])[0])
+    low, high = np.quantile(_tau(weights_Rn @ a_Sn.T, weights_Rn @ b_Sn.T), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(value, float(low), float(high))
+
+
+def _tau(a_RS: np.ndarray, b_RS: np.ndarray) -> np.ndarray:
+    i, j = np.triu_indices(a_RS.shape[1], 1)
+    a_RP, b_RP = np.sign(a_RS[:, i] - a_RS[:, j]), np.sign(b_RS[:, i] - b_RS[:, j])
+    scale = np.sqrt((a_RP != 0).sum(axis=1) * (b_RP != 0).sum(axis=1))
+    return (a_RP * b_RP).sum(axis=1) / np.maximum(scale, 1)

@@ -1,0 +1,133 @@
+"""What a terminal shows: text coloured by the model that wrote it, a denoising as it happens, samples side by side."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from relaylm.family import Family
+    from relaylm.sampler import Event, Samples
+
+# From the lightest model to the heaviest; told apart by the colour-blind too (Okabe and Ito's orange, sky blue, ...).
+PALETTE = (214, 75, 36, 220, 26, 166, 175)
+GIVEN = 245  # grey: what the user gave
+
+
+def has_colours(stream: TextIO) -> bool:
+    """Follow NO_COLOR and FORCE_COLOR, else colour what a person looks at."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
+
+
+def paint(text: str, colour: int) -> str:
+    return f"\x1b[38;5;{colour}m{text}\x1b[0m"
+
+
+def colour_of(model: int) -> int:
+    return GIVEN if model < 0 else PALETTE[model % len(PALETTE)]
+
+
+def legend(models: Sequence[str], colours: bool) -> str:
+    names = [paint(f"■ {name}", colour_of(i)) if colours else name for i, name in enumerate(models)]
+    return "written by " + "  ".join(names) + (paint("  ■ given", GIVEN) if colours else "")
+
+
+def _runs(pieces: Sequence[str], model_L: Sequence[int]) -> list[tuple[str, int]]:
+    """Neighbouring pieces by the same model, joined."""
+    runs: list[tuple[str, int]] = []
+    for piece, model in zip(pieces, model_L, strict=True):
+        if runs and runs[-1][1] == model:
+            runs[-1] = (runs[-1][0] + piece, model)
+        else:
+            runs.append((piece, model))
+    return runs
+
+
+def coloured(family: Family, tokens_L: np.ndarray, model_L: np.ndarray) -> str:
+    """One sample, each token in the colour of the model that wrote it."""
+    pieces = [_piece(family, int(token)) for token in tokens_L]
+    return "".join(paint(text, colour_of(model)) for text, model in _runs(pieces, model_L.tolist()))
+
+
+def _piece(family: Family, token: int) -> str:
+    if family.tokenizer is None:
+        return f"{token} "
+    return family.tokenizer.decode_partial([token], family.mask_id)
+
+
+def wrapped(pieces: Sequence[str], model_L: Sequence[int], width: int, colours: bool) -> list[str]:
+    """Lines of at most `width` characters, broken between words where possible, coloured afterwards."""
+    text = "".join(piece.replace("\n", " ") for piece in pieces)
+    owner = [model for piece, model in zip(pieces, model_L, strict=True) for _ in piece]
+    lines, at = [], 0
+    for line in textwrap.wrap(text, width, drop_whitespace=False, replace_whitespace=False, break_on_hyphens=False):
+        models = owner[at : at + len(line)]
+        at += len(line)
+        runs = _runs(list(line), models)
+        shown = "".join(paint(part, colour_of(model)) if colours else part for part, model in runs)
+        lines.append(shown + " " * (width - len(line)))
+    return lines
+
+
+def side_by_side(family: Family, columns: Sequence[tuple[str, Samples]], stream: TextIO, row: int = 0) -> str:
+    """The same row under several schedules, in columns as wide as the terminal allows."""
+    room = shutil.get_terminal_size((100, 24)).columns
+    width = max(20, (room - 3 * (len(columns) - 1)) // len(columns))
+    colours = has_colours(stream)
+    blocks = []
+    for title, samples in columns:
+        pieces = [_piece(family, int(token)) for token in samples.tokens[row]]
+        body = wrapped(pieces, samples.trace.model_nL[row].tolist(), width, colours)
+        blocks.append([title[:width].ljust(width), "─" * width, *body])
+    height = max(len(block) for block in blocks)
+    rows = [" │ ".join(block[i] if i < len(block) else " " * width for block in blocks) for i in range(height)]
+    return "\n".join(rows)
+
+
+class Watch:
+    """A callback that plays the denoising of one row in the terminal. Paced to take a few seconds at least; it draws
+    over itself where the terminal allows, and otherwise prints a frame now and then."""
+
+    def __init__(
+        self, family: Family, given_L: np.ndarray, models: Sequence[str], stream: TextIO = sys.stdout, row: int = 0
+    ) -> None:
+        self.family, self.models, self.stream, self.row = family, list(models), stream, row
+        self.tokens = np.where(given_L < 0, family.mask_id, given_L)
+        self.writer = np.full(len(given_L), -1)
+        self.colours = has_colours(stream)
+        self.total, self.written, self.height = int((given_L < 0).sum()), 0, 0
+        self.began, self.drawn = time.monotonic(), 0.0
+
+    def __call__(self, event: Event) -> None:
+        if event.row != self.row:
+            return
+        self.tokens[event.positions] = event.tokens
+        self.writer[event.positions] = self.models.index(event.model)
+        self.written += len(event.positions)
+        ahead = self.began + 4.0 * self.written / max(1, self.total) - time.monotonic()
+        if ahead > 0:
+            time.sleep(ahead)
+        if time.monotonic() - self.drawn > (0.04 if self.colours else 1.0) or self.written == self.total:
+            self._draw(event)
+
+    def _draw(self, event: Event) -> None:
+        width = min(100, shutil.get_terminal_size((100, 24)).columns)
+        pieces = [_piece(self.family, int(token)) for token in self.tokens]
+        lines = wrapped(pieces, self.writer.tolist(), width, self.colours)
+        state = (
+            f"t = {event.t:.3f}   step {event.step or '-'}   {event.model} runs   {self.written}/{self.total} written"
+        )
+        lines += ["", state[:width].ljust(width), legend(self.models, self.colours)]
+        up = f"\x1b[{self.height}F" if self.colours and self.height else ""
+        self.stream.write(up + "\n".join(lines) + "\n")
+        self.stream.flush()
+        self.height, self.drawn = len(lines), time.monotonic()

@@ -1,0 +1,248 @@
+"""The command line: its flags are frozen, its errors are one line, nothing is half-written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from relaylm import cli
+from relaylm.denoiser import Architecture, Transformer
+from relaylm.family import save_family
+from relaylm.tokenizer import Text8Tokenizer
+
+COMMON = {"--json", "--config", "-h", "--help"}
+FLAGS = {
+    "sample": COMMON
+    | {"--family", "--schedule", "-n", "--n", "--steps", "-T", "--length", "--prompt", "--suffix", "--infill", "--seed"}
+    | {"--max-new-tokens", "--stop", "--temperature", "--top-p", "--top-k", "--light", "--heavy", "--batch-size"}
+    | {"--watch", "--device"},
+    "info": COMMON,
+    "ls": COMMON,
+    "prepare": COMMON | {"--tokenizer", "--packing", "--length", "--holdout", "--licence"},
+    "train": COMMON | {"--preset", "--depths", "--twin", "--judge", "--name", "--set", "--force", "--device"},
+    "bound": COMMON | {"--family", "--text", "--model", "--rows", "--draws", "--seed", "--device"},
+    "convert": COMMON | {"--names", "--tokenizer", "--license", "--to-mdlm", "--overwrite"},
+    "bench": COMMON
+    | {"--family", "--depths", "--width", "--vocab-size", "--length", "--steps", "--batch-size", "--quick", "--seed"}
+    | {"--device"},
+    "demo": COMMON | {"--family", "--prompt", "--seed", "--device"},
+}
+
+
+def tiny_family(folder: Path) -> Path:
+    models = {}
+    for depth in (1, 3):
+        a = Architecture(vocab_size=28, length=32, width=16, depth=depth, heads=2)
+        network = Transformer(a).initialise(torch.Generator().manual_seed(depth))
+        network.output_layer.linear.weight.data.normal_(0, 1, generator=torch.Generator().manual_seed(9))
+        models[f"{depth}b"] = network.eval()
+    save_family(folder, models, Text8Tokenizer(), length=32, name="tiny")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_family(tmp_path_factory.mktemp("families") / "tiny"))
+
+
+def run(*words: str) -> int:
+    return cli.main(list(words))
+
+
+def test_each_command_has_exactly_these_flags() -> None:
+    parser = cli.build_parser()
+    sub = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    found = {name: {o for a in p._actions for o in a.option_strings} for name, p in sub.choices.items()}
+    assert found == FLAGS
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from relaylm import cli; cli.build_parser().format_help(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_sample_writes_the_promised_json(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "out.json"
+    words = ["--schedule", "L8 H16 L8", "-n", "3", "--prompt", "the cat ", "--seed", "5", "--json", str(target)]
+    assert run("sample", "--family", family, *words) == 0
+    result = json.loads(target.read_text())
+    assert result["steps"] == 32 and result["length"] == 32 and result["seed"] == 5
+    assert len(result["texts"]) == 3 and all(text.startswith("the cat ") for text in result["texts"])
+    assert [len(row) for row in result["tokens"]] == [32] * 3
+    cost = result["cost"]
+    assert set(cost["calls"]) == {"1b", "3b"} and sum(cost["calls"].values()) > 0
+    assert cost["blocks_saved"] == pytest.approx(0.5 * 2 / 3)
+    assert 0 < cost["flops_saved"] < 1 and cost["flops"] > 0 and cost["seconds"] > 0
+    assert result["config"]["schedule"] == "L8 H16 L8"
+    assert capsys.readouterr().out.count("the cat ") == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_json_dash_puts_one_document_on_stdout(family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("sample", "--family", family, "--json", "-") == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["texts"] and "calls" in captured.err
+
+
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(
+    family: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert run("sample", "--family", family, "--seed", seed, "--json", "-") == 0
+        texts.append(json.loads(capsys.readouterr().out)["texts"])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_infill_suffix_and_max_new_tokens(family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def text(*words: str) -> str:
+        assert run("sample", "--family", family, "--json", "-", *words) == 0
+        return str(json.loads(capsys.readouterr().out)["texts"][0])
+
+    filled = text("--infill", "the ___ of")
+    assert filled.startswith("the ") and filled.endswith(" of") and len(filled) == 10
+    both = text("--prompt", "ab", "--suffix", "yz")
+    assert both.startswith("ab") and both.endswith("yz") and len(both) == 32
+    assert len(text("--prompt", "ab", "--max-new-tokens", "4")) == 6
+
+
+def test_steps_inf_and_watch(family: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    assert run("sample", "--family", family, "--steps", "inf", "--schedule", "sandwich", "--json", "-") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["steps"] == "inf" and sum(result["cost"]["calls"].values()) == 32
+    assert run("sample", "--family", family, "--schedule", "sandwich", "--watch") == 0
+    assert "32/32 written" in capsys.readouterr().out
+
+
+BAD = [
+    (["--schedule", "L8 H8", "--steps", "32"], "the schedule has 16 steps"),
+    (["--schedule", "7b:32"], "7b"),
+    (["--schedule", "sandwich:150%"], "150%"),
+    (["--schedule", "L40% H70%"], "110%"),
+    (["--schedule", "@nowhere.txt"], "nowhere.txt"),
+    (["--prompt", "a" * 33], "33"),
+    (["--prompt", "Ünï"], "Ü"),
+    (["--steps", "0"], "from 1 up"),
+    (["--steps", "2.5"], "from 1 up"),
+    (["-n", "0"], "from 1 up"),
+    (["--temperature", "0"], "temperature"),
+    (["--top-p", "1.5"], "top_p"),
+    (["--length", "33"], "33"),
+    (["--light", "9b"], "9b"),
+    (["--seed", "-1"], "from 0 up"),
+    (["--device", "tpu"], "tpu"),
+    (["--json", "no/such/folder/x.json"], "no/such/folder"),
+    (["--no-such-flag"], "no-such-flag"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), BAD)
+def test_bad_input_is_one_line_and_exit_code_2(
+    words: list[str], said: str, family: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    os.chdir(tmp_path)
+    assert run("sample", "--family", family, *words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and said in captured.err
+    assert captured.err.startswith("relaylm: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["truncated", "tampered", "pickle", "gone"])
+def test_a_damaged_checkpoint_is_refused(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tiny_family(tmp_path / "f")
+    weights = next(folder.glob("3b/*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    if damage == "truncated":
+        weights.write_bytes(data[: len(data) // 2])
+    elif damage == "tampered":
+        data[-1] ^= 1
+        weights.write_bytes(data)
+    elif damage == "pickle":
+        (folder / "3b" / "model.bin").write_bytes(b"\x80\x04.")
+    else:
+        weights.unlink()
+    assert run("sample", "--family", str(folder)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+
+
+def test_unwritable_output_is_refused_before_any_work(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(*_: Any, **__: Any) -> None:
+        raise AssertionError("work was done")
+
+    monkeypatch.setattr("relaylm.sampler.denoise", work)
+    assert run("sample", "--family", family, "--json", str(tmp_path)) == 2
+    assert "folder" in capsys.readouterr().err
+
+
+def test_interruption_and_failure_have_their_own_exit_codes(
+    family: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raising(error: BaseException) -> Any:
+        def work(*_: Any, **__: Any) -> None:
+            raise error
+
+        return work
+
+    monkeypatch.setattr("relaylm.sampler.denoise", raising(KeyboardInterrupt()))
+    assert run("sample", "--family", family) == 130
+    monkeypatch.setattr("relaylm.sampler.denoise", raising(RuntimeError("boom\nand more")))
+    assert run("sample", "--family", family) == 1
+    assert "boom" in capsys.readouterr().err
+
+
+def test_config_file_fills_in_flags_and_the_command_line_wins(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text(f'family = "{family}"\nn = 2\nmax_new_tokens = 5\nprompt = "ab"\n')
+    assert run("sample", "--config", str(config), "--prompt", "xyz", "--json", "-") == 0
+    texts = json.loads(capsys.readouterr().out)["texts"]
+    assert len(texts) == 2 and all(len(t) == 8 and t.startswith("xyz") for t in texts)
+    config.write_text("no_such = 1\n")
+    assert run("sample", "--config", str(config)) == 2
+    assert "no_such" in capsys.readouterr().err
+
+
+def test_schedule_files(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"schedule": "L8 H24", "flops": 1}))
+    (tmp_path / "b.txt").write_text("1b:8 3b:24\n")
+    for name in ("a.json", "b.txt"):
+        assert run("sample", "--family", family, "--schedule", f"@{tmp_path / name}", "--json", "-") == 0
+        assert json.loads(capsys.readouterr().out)["schedule"] == "1b:8 3b:24"
+
+
+def test_info_and_ls(family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("info", family) == 0
+    shown = capsys.readouterr().out
+    assert "1b (L)" in shown and "3b (H)" in shown and "mask 27" in shown
+    assert run("ls", str(Path(family).parent), "--json", "-") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [Path(e["source"]).name for e in found["families"] if not e["bundled"]] == ["tiny"]
+    assert found["schedules"]["sandwich"] == "L12.5% H75% L12.5%" and "wiki-char" in found["presets"]
+    assert run("ls", "no/such/place") == 2
+
+
+def test_two_converted_models_are_scheduled_through_the_command_line(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A family out to MDLM's published layout and back in as two checkpoints, then a mixed schedule over them."""
+    assert run("convert", family, str(tmp_path / "mdlm"), "--to-mdlm") == 0
+    assert run("convert", str(tmp_path / "mdlm" / "1b"), str(tmp_path / "mdlm" / "3b"), str(tmp_path / "back")) == 0
+    capsys.readouterr()
+    words = ["--schedule", "sandwich:50%", "--steps", "16", "--json", "-"]
+    assert run("sample", "--family", str(tmp_path / "back"), *words) == 0
+    cost = json.loads(capsys.readouterr().out)["cost"]
+    assert len(cost["calls"]) == 2 and all(cost["calls"].values()) and 0 < cost["flops_saved"] < 1
