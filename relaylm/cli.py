@@ -177,6 +177,13 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--names", help="names of the models, separated by commas")
     p.add_argument("--tokenizer", help="a tokenizers JSON file or a folder with one")
     p.add_argument("--license", help="for the model card, if the checkpoint does not say")
+    p.add_argument("--revision", help="of a hub id")
+    p.add_argument("--length", type=positive, help="longest sequence, where the checkpoint does not say")
+    p.add_argument("--mask-id", type=natural, help="the mask's token id, where the checkpoint does not say")
+    p.add_argument("--heads", type=positive, help="attention heads, where the checkpoint does not say")
+    p.add_argument(
+        "--raw-weights", action="store_true", help="of a .ckpt, the raw weights instead of the averaged ones"
+    )
     p.add_argument("--to-mdlm", action="store_true", help="the other way: a family to MDLM's published layout")
     p.add_argument("--overwrite", action="store_true", help="replace what is there")
     common(p, seed=False, device=False)
@@ -288,8 +295,9 @@ def run_info(args: argparse.Namespace) -> dict[str, Any]:
 def render_info(about: dict[str, Any]) -> str:
     kind = (about.get("tokenizer") or {}).get("type", "none")
     roles = about.get("roles") or {}
+    form = f" ({about['format']} checkpoint)" if about.get("format") else ""
     lines = [
-        f"{about['name'] or 'unnamed family'}: length {about['length']}, vocabulary {about['vocab_size']} "
+        f"{about['name'] or 'unnamed family'}{form}: length {about['length']}, vocabulary {about['vocab_size']} "
         f"(mask {about['mask_id']}), tokenizer {kind}"
     ]
     for name, model in about["models"].items():
@@ -304,7 +312,8 @@ def render_info(about: dict[str, Any]) -> str:
         if about.get(extra):
             lines.append(f"  with {'a judge' if extra == 'judge' else 'twins: ' + ', '.join(about[extra])}")
     if about.get("bytes"):
-        lines.append(f"  {about['bytes'] / 1e6:.1f} MB in {about.get('folder', '')}")
+        where = f" in {about['folder']}" if about.get("folder") else ""
+        lines.append(f"  {about['bytes'] / 1e6:.1f} MB{where}")
     for missing in about.get("missing") or []:
         lines.append(f"  missing: {missing}")
     return "\n".join(lines)
@@ -417,8 +426,18 @@ def run_convert(args: argparse.Namespace) -> dict[str, Any]:
         written = convert.export(sources[0], folder, license=args.license, overwrite=args.overwrite)
     else:
         names = args.names.split(",") if args.names else None
+        options = {key: value for key in ("length", "mask_id", "heads") if (value := getattr(args, key)) is not None}
+        if args.raw_weights:
+            options["ema"] = False
         written = convert.convert(
-            sources, folder, names=names, tokenizer=args.tokenizer, license=args.license, overwrite=args.overwrite
+            sources,
+            folder,
+            names=names,
+            tokenizer=args.tokenizer,
+            revision=args.revision,
+            license=args.license,
+            overwrite=args.overwrite,
+            **options,
         )
     note(f"wrote {written}")
     return {"folder": str(written)}

@@ -203,7 +203,13 @@ class Family:
 
         `dtype` is what the blocks compute in: by default bfloat16 on CUDA and float32 elsewhere (the rest is float32
         either way; float64 is for tests). adaLN without time conditioning is folded into the weights."""
+        from relaylm import convert
+
+        if convert.recognise(source, revision, hub=False) is not None:  # files, lists, checkpoint folders
+            return convert.load(source, device, dtype, revision)
         folder = locate(source, revision)
+        if convert.recognise(folder) is not None:  # a checkpoint on the hub
+            return convert.load(source, device, dtype, revision)
         manifest = read_manifest(folder)
         _refuse_pickles(folder)
         where = pick_device(device)
@@ -821,6 +827,10 @@ def describe(family: Family | str | Path) -> dict[str, Any]:
         about["tokenizer"] = None if family.tokenizer is None else family.tokenizer.to_json()
         about["models"] = {name: _describe_model(model, family.length) for name, model in family.models.items()}
         return {**about, "meta": family.meta}
+    from relaylm import convert
+
+    if convert.recognise(family) is not None:
+        return convert.describe(family)
     folder = locate(family)
     manifest = read_manifest(folder)
     length = manifest["length"]

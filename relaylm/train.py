@@ -625,14 +625,14 @@ class _Loop:
             raise UserError(f"the loss is not a number any more at step {at}: lower the learning rate; {kept}")
         after = max(0, self.recipe.warmup - (step - len(table)))  # the warm-up's losses do not count
         losses = self.state["losses"] = [*self.state["losses"], *table[after:, 0].tolist()][-20 * _BLOCK :]
-        if len(losses) < 6 * _BLOCK:
-            return
         means = [statistics.fmean(losses[end - _BLOCK : end]) for end in range(len(losses), _BLOCK - 1, -_BLOCK)]
-        usual = statistics.median(means[1:])
-        if means[0] > self.recipe.diverged * usual:
+        usual = math.log(self.architecture.vocab_size)  # what knowing nothing costs
+        if len(means) > 5:
+            usual = min(usual, statistics.median(means[1:]))
+        if means and means[0] > self.recipe.diverged * usual:
             raise UserError(
                 f"the loss diverges at step {step}: {means[0]:.3f} over the last {_BLOCK} steps, more than "
-                f"{self.recipe.diverged:g} times its running median {usual:.3f}; lower the learning rate; {kept}"
+                f"{self.recipe.diverged:g} times the usual {usual:.3f}; lower the learning rate; {kept}"
             )
 
     def _mfu(self, rows_per_s: float) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,9 @@ FLAGS = {
     "prepare": COMMON | {"--tokenizer", "--packing", "--length", "--holdout", "--licence"},
     "train": COMMON | {"--preset", "--depths", "--twin", "--judge", "--name", "--set", "--force", "--device"},
     "bound": COMMON | {"--family", "--text", "--model", "--rows", "--draws", "--seed", "--device"},
-    "convert": COMMON | {"--names", "--tokenizer", "--license", "--to-mdlm", "--overwrite"},
+    "convert": COMMON
+    | {"--names", "--tokenizer", "--license", "--to-mdlm", "--overwrite"}
+    | {"--revision", "--length", "--mask-id", "--heads", "--raw-weights"},
     "bench": COMMON
     | {"--family", "--depths", "--width", "--vocab-size", "--length", "--steps", "--batch-size", "--quick", "--seed"}
     | {"--device"},
@@ -233,6 +236,29 @@ def test_info_and_ls(family: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert [Path(e["source"]).name for e in found["families"] if not e["bundled"]] == ["tiny"]
     assert found["schedules"]["sandwich"] == "L12.5% H75% L12.5%" and "wiki-char" in found["presets"]
     assert run("ls", "no/such/place") == 2
+
+
+class Payload:
+    """Pickled, it would create a file when loaded."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("name", ["model.ckpt", "model.pt", "pytorch_model.bin", "model.pkl"])
+def test_a_malicious_pickle_never_runs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside a family's files, or as the checkpoint itself."""
+    trap = tmp_path / "created"
+    folder = tiny_family(tmp_path / "f")
+    (folder / name).write_bytes(pickle.dumps(Payload(str(trap))))
+    for source in (folder, folder / name):
+        assert run("sample", "--family", str(source)) == 2
+        assert run("convert", str(source), str(tmp_path / "out")) == 2
+        assert all(line.startswith("relaylm: ") for line in capsys.readouterr().err.splitlines())
+    assert not trap.exists() and not (tmp_path / "out").exists()
 
 
 def test_two_converted_models_are_scheduled_through_the_command_line(

@@ -161,7 +161,9 @@ def test_describe_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_what_is_not_a_checkpoint(tmp_path: Path) -> None:
     assert convert.recognise("wiki-char") is None
     assert convert.recognise(tmp_path) is None
-    assert convert.recognise(tmp_path / "absent") is None
+    for odd in (tmp_path / "absent", "./nowhere", "a/b/c", "x" * 5000, "a\0b", "~nobody-here/x/y", ""):
+        assert convert.recognise(odd) is None
+    assert convert.recognise("owner/name", hub=False) is None  # not fetched
     (tmp_path / "notes.txt").write_text("x")
     assert convert.recognise(tmp_path / "notes.txt") is None
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))

@@ -275,7 +275,7 @@ def test_padding_is_not_scored(tmp_path: Path) -> None:
 
     (tmp_path / "a.txt").write_text("a b c d\n" * 9 + "e f\n" * 9 + "g h a b c d e f g h\n" * 4)
     corpus = prepare(
-        tmp_path / "a.txt", tmp_path / "c", tokenizer=words(), packing="pad", length=8, holdout=0.1, progress=False
+        tmp_path / "a.txt", tmp_path / "c", tokenizer=words(), packing="pad", length=8, holdout=0.3, progress=False
     )
     recipe = Recipe(batch=8, dropout=0.0)
     trainer = Trainer(shape(corpus, length=8), recipe, 0, CPU)
@@ -439,7 +439,7 @@ def test_a_broken_loss_stops_and_keeps_the_last_good_checkpoint(
 
 
 def test_a_real_divergence_stops(corpus: TokenFile, tmp_path: Path) -> None:
-    recipe = override(Preset(recipe=TOY), steps=400, lr=3.0, clip=0.0, checkpoint_every=50).recipe
+    recipe = override(Preset(recipe=TOY), steps=60, lr=3.0, clip=0.0, checkpoint_every=50).recipe
     with pytest.raises(UserError, match="lower the learning rate"):
         train_model(corpus, tmp_path / "m", shape(corpus), recipe, progress=False)
 

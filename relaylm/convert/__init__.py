@@ -79,7 +79,7 @@ def _parts(source: Source | Sequence[Source], revision: str | None = None) -> li
     text = str(source)
     if not _exists(source):
         path = Path(source)
-        if _backup(path).is_dir():  # a relaylm family whose saving was killed between its two renames
+        if _exists(_backup(path)):  # a relaylm family whose saving was killed between its two renames
             raise _Unknown(f"{text!r} is a relaylm family")
         if "," in text:
             return [part for one in text.split(",") if one.strip() for part in _parts(one.strip(), revision)]

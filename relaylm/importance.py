@@ -1,0 +1,394 @@
+r"""Which steps need the heavy model: light against heavy on the same partly masked rows, by time.
+
+For a row z_t with masked positions M and the true tokens x, and for two models L and H (equations 4 and 5 of the paper),
+
+    loss_k(z) = 1/|M| sum_{l in M} -log p_k(x_l | z, t),        |loss_L - loss_H|  and  loss_L - loss_H,
+    kl(z)     = 1/|M| sum_{l in M} KL( p_H(. | z, t, l)  ||  p_L(. | z, t, l) ),
+
+averaged over rows; rows with nothing masked are left out and counted. Two trainings of one network differ too: with a
+twin H' of the heavy model (another seed), kl(H || H') and |loss_H' - loss_H| are what equals disagree by, and the
+*relative* curves have them taken off. (The absolute loss difference needs it most: with |M| -> 0 it is all noise.)
+
+**States.** `data`: held-out text, masked where u <= 1 - alpha(t). `trajectory`: what the heavy model itself meets while
+sampling, with the tokens it wrote later as x; no text is needed. There the curve has an exact meaning. Let a schedule
+differ from all-heavy at some steps. Each masked position is written at step i with probability rho_i, so by the chain
+rule the divergence of the two *paths* is
+
+    KL(path_H || path_s) = sum over the steps i that differ of  rho_i  E_{z ~ H at t_i}  sum_{l in M} KL(p_H || p_s),
+
+which bounds the divergence of the final samples (`path_kl`).
+
+**Memory.** Networks run a batch at a time; the vocabulary head runs on so many masked positions at a time that the
+logits of all models together stay small. There is never a B x L x V tensor of any model that has a trunk and a head.
+
+Shapes: N rows, B in a call, L positions, M masked positions in a piece, V vocabulary, K models, P pairs, T times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relaylm import metrics
+from relaylm.bound import spread_rows
+from relaylm.diffusion import LINEAR, Alpha, unmask_probability
+from relaylm.engine import settings
+from relaylm.errors import UserError
+from relaylm.plan import uniforms
+from relaylm.sampler import sample
+from relaylm.schedule import Timetable
+
+if TYPE_CHECKING:
+    from relaylm.family import Family
+
+STATES = ("data", "trajectory")
+TWIN = "twin of "
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Sums over the masked positions of each row."""
+
+    count_N: np.ndarray  # masked positions
+    nll_KN: np.ndarray  # -log p of the true tokens, by model
+    kl_PN: np.ndarray  # KL(heavy || light), by pair
+
+
+def measure(
+    models: Mapping[str, Any],
+    pairs: Sequence[tuple[str, str]],
+    tokens_NL: np.ndarray,
+    masked_NL: np.ndarray,
+    t_N: np.ndarray,
+    mask_id: int,
+    *,
+    device: torch.device | str = "cpu",
+    batch_size: int | None = None,
+) -> Disagreement:
+    """All models on the same masked rows: cross-entropy of each, KL(heavy || light) of each pair (light, heavy)."""
+    where = torch.device(device)
+    names = list(models)
+    index_P = [(names.index(light), names.index(heavy)) for light, heavy in pairs]
+    rows, length = tokens_NL.shape
+    batch = batch_size or max(1, (32_768 if where.type == "cuda" else 4096) // length)
+    nll_KN, kl_PN = np.zeros((len(names), rows)), np.zeros((len(pairs), rows))
+    with settings(where):
+        for start in range(0, rows, batch):
+            part = slice(start, min(rows, start + batch))
+            tokens_BL = torch.from_numpy(tokens_NL[part].astype(np.int64)).to(where)
+            masked_BL = torch.from_numpy(masked_NL[part]).to(where)
+            t_B = torch.from_numpy(t_N[part].astype(np.float64 if where.type == "cpu" else np.float32)).to(where)
+            noisy_BL = torch.where(masked_BL, mask_id, tokens_BL)
+            heads = [_head(model, noisy_BL, t_B) for model in models.values()]
+            flat_F = masked_BL.flatten().nonzero()[:, 0]
+            nll_KB = torch.zeros(len(names), len(tokens_BL), dtype=torch.float64, device=where)
+            kl_PB = torch.zeros(len(pairs), len(tokens_BL), dtype=torch.float64, device=where)
+            vocab = max(int(getattr(model, "vocab_size", 256)) for model in models.values())
+            size = max(1, (2**28 if where.type == "cuda" else 2**22) // (vocab * len(names)))
+            for at in range(0, len(flat_F), size):
+                flat_M = flat_F[at : at + size]
+                row_M, target_M = flat_M // length, tokens_BL.flatten()[flat_M]
+                log_p = [_log_p(head(flat_M), mask_id) for head in heads]
+                for k, log_p_MV in enumerate(log_p):
+                    nll_KB[k].index_add_(0, row_M, -log_p_MV.gather(1, target_M[:, None])[:, 0])
+                for p, (light, heavy) in enumerate(index_P):
+                    kl_PB[p].index_add_(0, row_M, _kl(log_p[heavy], log_p[light]))
+            nll_KN[:, part], kl_PN[:, part] = nll_KB.cpu().numpy(), kl_PB.cpu().numpy()
+    return Disagreement(masked_NL.sum(axis=1), nll_KN, kl_PN)
+
+
+def _head(model: Any, noisy_BL: Tensor, t_B: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function from flat positions to logits, the trunk already run."""
+    length = noisy_BL.shape[1]
+    if hasattr(model, "hidden_at") and hasattr(model, "head"):
+        hidden_FD = model.hidden_at(noisy_BL, t_B, None).flatten(0, 1)
+        return lambda flat_M: model.head(hidden_FD[flat_M], t_B[flat_M // length])
+    logits_FV = model.logits(noisy_BL, t_B).flatten(0, 1)
+    return lambda flat_M: logits_FV[flat_M]
+
+
+def _log_p(logits_MV: Tensor, mask_id: int) -> Tensor:
+    """log p in float64 over tokens that can be written: the mask has no probability (-inf)."""
+    logits = logits_MV.double() if logits_MV.device.type != "mps" else logits_MV.float()
+    if mask_id < logits.shape[-1]:
+        logits = logits.index_fill(-1, torch.tensor([mask_id], device=logits.device), -torch.inf)
+    return logits.log_softmax(dim=-1)
+
+
+def _kl(log_p_MV: Tensor, log_q_MV: Tensor) -> Tensor:
+    """KL(p || q) for each row; where p is 0 nothing is added, also if q is 0 too."""
+    p_MV = log_p_MV.exp()
+    return torch.where(p_MV > 0, p_MV * (log_p_MV - log_q_MV), 0.0).sum(dim=-1).double()
+
+
+# ------------------------------------------------------------------------------------------------ the curves
+
+
+def importance(
+    family: Family,
+    text: np.ndarray | None = None,
+    *,
+    pairs: Sequence[tuple[str, str]] | str | None = None,
+    states: str = "data",
+    timesteps: int | Sequence[float] = 20,
+    sequences: int | None = None,
+    length: int | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    alpha: Alpha = LINEAR,
+    batch_size: int | None = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Disagreement of models by time, with intervals; plain JSON values.
+
+    `text` is held-out tokens, as one run or as rows. `pairs` lists (light, heavy) names; None sets each lighter model
+    against the family's heavy one, "all" takes every pair. `timesteps` is a number of even times up to 1, or the times.
+    `sequences` rows at each time (500 on a GPU, 64 on a CPU unless said). On trajectories `steps` is T (default: the
+    length) and times are moved to its grid. The same rows and the same u serve every time and every model.
+    """
+    if states not in STATES:
+        raise UserError(f"{states!r} are not states to measure on: choose {' or '.join(STATES)}")
+    chosen = _pairs(family, pairs)
+    times = _times(timesteps)
+    n = sequences or (500 if family.device.type == "cuda" else 64)
+    if n < 2:
+        raise UserError(f"an importance curve needs at least 2 sequences, not {n}")
+    length = length or family.length
+    if length > family.length:
+        raise UserError(f"length {length} is more than the family's {family.length}")
+    rows_NL = _text_rows(text, length, n) if states == "data" else None
+    groups = [chosen] if states == "data" else [[p for p in chosen if p[1] == h] for h in dict.fromkeys(h for _, h in chosen)]
+    bar = _progress(progress, len(groups) * len(times))
+    out = []
+    for group in groups:
+        models, everything = _with_twins(family, group)
+        if rows_NL is not None:
+            tokens_NL, u_NL = rows_NL, uniforms(seed, np.arange(len(rows_NL)), length)
+            masked_at = {t: u_NL <= 1 - alpha(t) for t in times}
+        else:
+            grid = steps or length
+            samples = sample(
+                family, group[0][1], n, steps=grid, seed=seed, given=np.full(length, -1), alpha=alpha, batch_size=batch_size
+            )
+            times = sorted({max(1, round(t * grid)) / grid for t in times})
+            tokens_NL = samples.tokens
+            masked_at = {t: samples.trace.step_nL <= round(t * grid) for t in times}
+        found = []
+        for t in times:
+            bar.set_description(f"t = {t:.3f}")
+            t_N = np.full(len(tokens_NL), t)
+            found.append(
+                measure(
+                    models,
+                    everything,
+                    tokens_NL,
+                    masked_at[t],
+                    t_N,
+                    family.mask_id,
+                    device=family.device,
+                    batch_size=batch_size,
+                )
+            )
+            bar.update(1)
+        out += [_curve(pair, everything, list(models), found, times, states) for pair in group]
+    bar.close()
+    return {
+        "kind": "importance",
+        "family": {"name": family.name, "digest": family.digest},
+        "states": states,
+        "sequences": int(n if rows_NL is None else len(rows_NL)),
+        "length": length,
+        "steps": (steps or length) if states == "trajectory" else None,
+        "seed": seed,
+        "device": str(family.device),
+        "pairs": out,
+    }
+
+
+def path_kl(pair: Mapping[str, Any], timetable: Timetable, alpha: Alpha = LINEAR) -> float:
+    """The divergence in nats of a row's path under the heavy model from that under a timetable of this pair's two
+    models, from a curve measured on trajectories (linear between its times, and to 0 at t = 0)."""
+    unknown = set(timetable.models) - {pair["light"], pair["heavy"]}
+    if unknown:
+        raise UserError(f"this curve compares {pair['light']} and {pair['heavy']}, but the schedule has {unknown.pop()}")
+    t_T, s_T = np.array(timetable.times[:-1]), np.array(timetable.times[1:])
+    kl_T = np.interp(t_T, [0.0, *pair["t"]], [0.0, *pair["kl_sum"]])
+    light_T = np.array([name == pair["light"] for name in timetable.models])
+    return float((unmask_probability(t_T, s_T, alpha) * kl_T * light_T).sum())
+
+
+def _curve(
+    pair: tuple[str, str],
+    pairs: Sequence[tuple[str, str]],
+    names: Sequence[str],
+    found: Sequence[Disagreement],
+    times: Sequence[float],
+    states: str,
+) -> dict[str, Any]:
+    """One pair's curves, as JSON values."""
+    light, heavy = pair
+    twin = (TWIN + heavy, heavy) if (TWIN + heavy, heavy) in pairs else None
+    count_TN = np.stack([item.count_N for item in found])
+    some_TN = count_TN > 0
+    each_TN = np.where(some_TN, 1 / np.maximum(count_TN, 1), math.nan)
+
+    def loss(name: str) -> np.ndarray:
+        return np.stack([item.nll_KN[names.index(name)] for item in found]) * each_TN
+
+    def kl(which: tuple[str, str]) -> np.ndarray:
+        return np.stack([item.kl_PN[pairs.index(which)] for item in found]) * each_TN
+
+    light_TN, heavy_TN, kl_TN = loss(light), loss(heavy), kl(pair)
+    signed_TN = light_TN - heavy_TN
+    out: dict[str, Any] = {
+        "light": light,
+        "heavy": heavy,
+        "states": states,
+        "n": count_TN.shape[1],
+        "rows": some_TN.sum(axis=1).tolist(),
+        "rows_without_mask": (~some_TN).sum(axis=1).tolist(),
+        "t": [float(t) for t in times],
+        "masked": count_TN.mean(axis=1).tolist(),
+        **_means("loss_light", light_TN),
+        **_means("loss_heavy", heavy_TN),
+        **_means("loss_diff", signed_TN),
+        **_means("abs_loss_diff", np.abs(signed_TN), skewed=True),
+        **_means("kl", kl_TN, skewed=True),
+        "kl_sum": [float(item.kl_PN[pairs.index(pair)].mean()) for item in found],
+    }
+    weights_RN = metrics.resampling_weights(count_TN.shape[1], 1000)
+    out |= _peak("peak_t", kl_TN, times, weights_RN)
+    out |= _peak("peak_t_loss", np.abs(signed_TN), times, weights_RN)
+    relative = ("kl_relative", "abs_loss_diff_relative", "kl_base", "abs_loss_diff_base")
+    out |= {name: None for name in relative} | {f"{name}_ci": None for name in relative}
+    out |= {f"peak_t_relative{end}": None for end in ("", "_ci")}
+    if twin is not None:
+        base_TN, wobble_TN = kl(twin), np.abs(loss(twin[0]) - heavy_TN)
+        out |= _means("kl_base", base_TN, skewed=True) | _means("abs_loss_diff_base", wobble_TN, skewed=True)
+        out |= _means("kl_relative", kl_TN - base_TN) | _means("abs_loss_diff_relative", np.abs(signed_TN) - wobble_TN)
+        out |= _peak("peak_t_relative", kl_TN - base_TN, times, weights_RN)
+    return out
+
+
+def _means(name: str, x_TN: np.ndarray, skewed: bool = False) -> dict[str, Any]:
+    """Mean over the rows that have a value, and its interval, at each time; None where no row has one."""
+    interval = metrics.skewed_mean_interval if skewed else metrics.mean_interval
+    value: list[float | None] = []
+    ci: list[list[float | None]] = []
+    for x_N in x_TN:
+        x = x_N[np.isfinite(x_N)]
+        mean, low, high = (float(v) for v in interval(x)) if len(x) else (math.nan,) * 3
+        value.append(metrics.finite(mean))
+        ci.append([metrics.finite(low), metrics.finite(high)])
+    return {name: value, f"{name}_ci": ci}
+
+
+def _peak(name: str, x_TN: np.ndarray, times: Sequence[float], weights_RN: np.ndarray) -> dict[str, Any]:
+    """The time of the largest mean, and a bootstrap interval over rows."""
+    some_TN = np.isfinite(x_TN)
+    filled_TN = np.where(some_TN, x_TN, 0.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean_T = filled_TN.sum(axis=1) / some_TN.sum(axis=1)
+        mean_RT = (weights_RN @ filled_TN.T) / (weights_RN @ some_TN.T.astype(np.float64))
+    if not np.isfinite(mean_T).any():
+        return {name: None, f"{name}_ci": None}
+    at_R = np.array(times)[np.where(np.isfinite(mean_RT), mean_RT, -np.inf).argmax(axis=1)]
+    low, high = np.quantile(at_R, [0.025, 0.975], method="nearest")
+    return {name: float(times[int(np.nanargmax(mean_T))]), f"{name}_ci": [float(low), float(high)]}
+
+
+# ------------------------------------------------------------------------------------------------ what was asked for
+
+
+def _pairs(family: Family, pairs: Sequence[tuple[str, str]] | str | None) -> list[tuple[str, str]]:
+    if pairs is None:
+        heavy = family.heavy
+        found = [(name, heavy) for name in family.names if name != heavy]
+    elif pairs == "all":
+        names = family.names
+        found = [(names[i], names[j]) for j in range(len(names)) for i in range(j)]
+    elif isinstance(pairs, str):
+        raise UserError(f"{pairs!r} are not pairs: write all, or list (light, heavy) names")
+    else:
+        found = [(str(light), str(heavy)) for light, heavy in pairs]
+    for pair in found:
+        family.check_names(pair)
+    if not found:
+        raise UserError("there is no pair to compare: the family has a single model")
+    return list(dict.fromkeys(found))
+
+
+def _times(timesteps: int | Sequence[float]) -> list[float]:
+    if isinstance(timesteps, int):
+        if timesteps < 1:
+            raise UserError(f"the number of timesteps must be at least 1, not {timesteps}")
+        return [k / timesteps for k in range(1, timesteps + 1)]
+    times = sorted({float(t) for t in timesteps})
+    if not times or not all(0 < t <= 1 for t in times):
+        raise UserError("times must lie above 0 (all written) and at most at 1 (all masked)")
+    return times
+
+
+def _text_rows(text: np.ndarray | None, length: int, n: int) -> np.ndarray:
+    if text is None:
+        raise UserError("importance on data needs held-out text: give its tokens, or choose states trajectory")
+    tokens = np.asarray(text)
+    if tokens.ndim == 1:
+        return spread_rows(tokens, length, n)
+    if tokens.shape[1] < length:
+        raise UserError(f"the rows of text have {tokens.shape[1]} tokens, less than the length {length}")
+    return tokens[:n, :length].astype(np.int64)
+
+
+def _with_twins(family: Family, pairs: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """The models that a group of pairs needs, and the pairs with each heavy model's twin added."""
+    names = dict.fromkeys(name for pair in pairs for name in pair)
+    models: dict[str, Any] = {name: family.models[name] for name in names}
+    everything = list(pairs)
+    for heavy in dict.fromkeys(heavy for _, heavy in pairs):
+        if heavy in family.twins:
+            models[TWIN + heavy] = family.twins[heavy]
+            everything.append((TWIN + heavy, heavy))
+    return models, everything
+
+
+def _progress(show: bool, total: int) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, disable=not show, unit="t", leave=False)
+
+
+def render(result: Mapping[str, Any]) -> str:
+    """The curves as a table: KL of each pair by time, relative where there is a twin, and where it peaks."""
+    lines = []
+    for pair in result["pairs"]:
+        relative = pair["kl_relative"]
+        peak = f"peak of the KL at t = {pair['peak_t']:.2f} ({_span(pair['peak_t_ci'])})"
+        if relative is not None:
+            peak += f", relative to the twin at {pair['peak_t_relative']:.2f} ({_span(pair['peak_t_relative_ci'])})"
+        lines += [f"{pair['light']} against {pair['heavy']} on {pair['states']}, {pair['n']} rows: {peak}"]
+        lines += [f"{'t':>6} {'loss light':>11} {'loss heavy':>11} {'|diff|':>9} {'KL':>9} {'95%':>19} {'relative':>9}"]
+        for k, t in enumerate(pair["t"]):
+            low, high = pair["kl_ci"][k]
+            end = "" if relative is None else f"{_number(relative[k]):>9}"
+            lines.append(
+                f"{t:6.3f} {_number(pair['loss_light'][k]):>11} {_number(pair['loss_heavy'][k]):>11} "
+                f"{_number(pair['abs_loss_diff'][k]):>9} {_number(pair['kl'][k]):>9} "
+                f"{_number(low) + ' to ' + _number(high):>19} {end}"
+            )
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _number(x: float | None) -> str:
+    return "-" if x is None else f"{x:.4f}"
+
+
+def _span(ci: Sequence[float] | None) -> str:
+    return "-" if ci is None else f"{ci[0]:.2f} to {ci[1]:.2f}"
