@@ -14,6 +14,11 @@ This is the same number with a far smaller variance: weights of 1/t are gone, an
 0, which would make the bound too good. The m of a row's draws are stratified (antithetic), rows are independent; the
 95% interval is over rows.
 
+**Schedules.** With T steps the state changes at grid times only: a position is written from the state at the smallest
+grid time at or above its u. Rounding t up to the grid, with the model that the schedule has there, therefore gives
+the bound of the T-step sampler itself, models taking turns included (the same argument: given the masked positions of
+a step, those that are due are a uniform choice among them).
+
 **Causal models** (judges): the mean of -log p(x_l | x_<l) over all positions but the first, which they are given.
 
 Everything is in bits for one symbol (token); perplexity is 2^bits.
@@ -24,6 +29,7 @@ Shapes: N rows, B of them in a call, L positions, M scored positions, V vocabula
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,6 +40,8 @@ from torch import Tensor
 
 from relaylm.errors import UserError
 from relaylm.plan import uniforms
+from relaylm.schedule import Timetable
+from relaylm.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -51,12 +59,16 @@ class Bound:
     def perplexity(self) -> float:
         return 2.0**self.bits
 
+    def __str__(self) -> str:
+        return f"{self.bits:.4f} bits per symbol (95%: {self.low:.4f} to {self.high:.4f}), perplexity {self.perplexity:.4g}"
+
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "perplexity": self.perplexity, "perplexity_interval": [2.0**self.low, 2.0**self.high]}
 
 
-def spread_rows(tokens_N: np.ndarray, length: int, rows: int | None = None) -> np.ndarray:
+def spread_rows(tokens_N: np.ndarray | Sequence[int], length: int, rows: int | None = None) -> np.ndarray:
     """Rows of `length` tokens, spread evenly over a text and not overlapping; all that fit if `rows` is None."""
+    tokens_N = np.asanyarray(tokens_N)  # a memory map stays one
     fit = len(tokens_N) // length
     if fit < 1:
         raise UserError(f"the text has {len(tokens_N)} tokens, less than one row of {length}")
@@ -69,6 +81,7 @@ def bound(
     denoiser: Any,
     tokens_NL: np.ndarray,
     *,
+    timetable: Timetable | None = None,
     mask_id: int | None = None,
     real_N: np.ndarray | None = None,
     draws: int = 4,
@@ -77,32 +90,59 @@ def bound(
     device: torch.device | str | None = None,
     precision: str = "fp32",
 ) -> Bound:
-    """The likelihood bound of one denoiser on rows of tokens. `real_N` is how many positions of each row count (padding
-    does not); `precision="bf16"` runs the network under autocast."""
+    """The likelihood bound of one denoiser on rows of tokens, in continuous time; or, with a timetable, of a T-step
+    sampler whose steps go to the denoisers of a mapping by name. `real_N` is how many positions of each row count
+    (padding does not); `precision="bf16"` runs the network under autocast."""
     if draws < 1:
         raise UserError(f"the number of draws must be at least 1, not {draws}")
-    mask = denoiser.mask_id if mask_id is None else mask_id
-    where = _place(denoiser, device)
+    models = {"": denoiser} if timetable is None else dict(denoiser)
+    if timetable is not None and (missing := sorted(set(timetable.models) - set(models))):
+        raise UserError(f"there is no model {missing[0]!r} for this schedule: there are {', '.join(models)}")
+    first = next(iter(models.values()))
+    mask = first.mask_id if mask_id is None else mask_id
+    where = _place(first, device)
     n, length = tokens_NL.shape
     rows_N = np.arange(n)
     shift_N = uniforms(seed, rows_N, 1, draw=draws)[:, 0]
     total_N = np.zeros(n)
-    for start, stop in _batches(n, length, batch_size, denoiser):
+    for start, stop in _batches(n, length, batch_size, first):
         tokens_BL = torch.from_numpy(tokens_NL[start:stop].astype(np.int64)).to(where)
         scored_BL = _real(tokens_BL, None if real_N is None else real_N[start:stop])
         for draw in range(draws):
             u_BL = uniforms(seed, rows_N[start:stop], length, draw)
             m_B = np.ceil((draw + shift_N[start:stop]) / draws * length).clip(1, length).astype(np.int64)
-            t_B = np.take_along_axis(np.sort(u_BL, axis=1), m_B[:, None] - 1, axis=1)
-            masked_BL = torch.from_numpy(u_BL <= t_B).to(where)
+            t_B = np.take_along_axis(np.sort(u_BL, axis=1), m_B[:, None] - 1, axis=1)[:, 0]
+            t_B, name_B = _on_grid(t_B, timetable)
+            masked = u_BL <= t_B[:, None]
+            masked_BL = torch.from_numpy(masked).to(where)
             noisy_BL = torch.where(masked_BL, mask, tokens_BL)
-            time_B = torch.from_numpy(t_B[:, 0].astype(np.float32)).to(where)
-            index_M = (masked_BL & scored_BL).reshape(-1).nonzero()[:, 0]
-            nll_M = _nll_at(denoiser, noisy_BL, time_B, tokens_BL, index_M, mask, precision)
+            time_B = torch.from_numpy(t_B.astype(np.float32)).to(where)
             sums_B = torch.zeros(stop - start, dtype=torch.float64, device=where)
-            sums_B.index_add_(0, index_M // length, nll_M)
-            total_N[start:stop] += sums_B.cpu().numpy() * (length / m_B) / draws
+            for name in sorted(set(name_B)):
+                mine = torch.from_numpy(np.flatnonzero(name_B == name)).to(where)
+                index_M = (masked_BL & scored_BL)[mine].reshape(-1).nonzero()[:, 0]
+                nll_M = _nll_at(models[name], noisy_BL[mine], time_B[mine], tokens_BL[mine], index_M, mask, precision)
+                sums_B.index_add_(0, mine[index_M // length], nll_M)
+            total_N[start:stop] += sums_B.cpu().numpy() * (length / masked.sum(axis=1)) / draws
     return _interval(total_N, np.full(n, length) if real_N is None else real_N, draws)
+
+
+def bound_text(
+    denoiser: Any,
+    tokenizer: Tokenizer,
+    text: str,
+    *,
+    length: int,
+    rows: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """`bound` (or, for a causal model, `causal_bound`) on a text, as JSON: rows of `length` tokens spread over it,
+    all that fit unless `rows` says how many. Adds bits per character of the text; options as for those functions."""
+    ids = np.asarray(tokenizer.encode(text, strict=False), dtype=np.int64)
+    tokens_NL = spread_rows(ids, length, rows)
+    causal = bool(getattr(getattr(denoiser, "architecture", None), "causal", False))
+    found = causal_bound(denoiser, tokens_NL, **options) if causal else bound(denoiser, tokens_NL, **options)
+    return {**found.to_json(), "bits_per_character": found.bits * len(ids) / len(text), "tokens": len(ids)}
 
 
 def causal_bound(
@@ -127,6 +167,15 @@ def causal_bound(
         nll_BL = F.cross_entropy(logits_BLV.float().transpose(1, 2), tokens_BL[:, 1:], reduction="none").double()
         total_N[start:stop] = (nll_BL * scored_BL).sum(dim=1).cpu().numpy()
     return _interval(total_N, (np.full(n, length) if real_N is None else real_N) - 1, 1)
+
+
+def _on_grid(t_B: np.ndarray, timetable: Timetable | None) -> tuple[np.ndarray, np.ndarray]:
+    """Times rounded up to the grid, and the names of the models that run there."""
+    if timetable is None:
+        return t_B, np.full(len(t_B), "")
+    rising = np.asarray(timetable.times[::-1])
+    i_B = np.searchsorted(rising, t_B, side="left")  # the paper's step: rising[i - 1] < t <= rising[i]
+    return rising[i_B], np.asarray([timetable.s(int(i)) for i in i_B])
 
 
 def _nll_at(

@@ -32,9 +32,9 @@ import torch
 
 from relaylm import metrics
 from relaylm.errors import UserError
-from relaylm.judge import Judge, load_judge, log_perplexity, score, weights_digest
+from relaylm.judge import Judge, load_judge, score, weights_digest
 from relaylm.sampler import Samples, sample
-from relaylm.schedule import Schedule, Segment, Timetable
+from relaylm.schedule import Schedule, Segment
 
 if TYPE_CHECKING:
     from relaylm.family import Family
@@ -284,7 +284,9 @@ def expected_flops(
     table = schedule.timetable(int(steps))
     share_T = -np.diff(np.asarray(table.times))
     base_T, slope_T = (np.array([lines[name][k] for name in table.models]) for k in (0, 1))
-    each_f = [(base_T * -np.expm1(f * np.log1p(-np.minimum(share_T, 1 - 1e-15))) + slope_T * share_T * f).sum() for f in free]
+    each_f = [
+        (base_T * -np.expm1(f * np.log1p(-np.minimum(share_T, 1 - 1e-15))) + slope_T * share_T * f).sum() for f in free
+    ]
     return float((np.array(each_f) * rows).sum() / rows.sum())
 
 
@@ -397,7 +399,9 @@ class _Work:
         found: dict[int, Drawn] = {}
         for record in self.store.records("samples", law=law):
             same = record["made"] == made or self.any_device
-            if not same or (record["first_row"] in found and len(found[record["first_row"]].tokens_nL) > record["rows"]):
+            if not same or (
+                record["first_row"] in found and len(found[record["first_row"]].tokens_nL) > record["rows"]
+            ):
                 continue
             rows = slice(record["first_row"], record["first_row"] + record["rows"])
             if rows.start >= len(self.given_nL):
@@ -410,7 +414,13 @@ class _Work:
         given = self.given_nL
         constant = given if (given != given[0]).any() else given[:1]
         return _content_key(
-            "law", self.family_key, entry.schedule.to_json(), _steps(entry.steps), given.shape[1], self.seed, _hash(constant)
+            "law",
+            self.family_key,
+            entry.schedule.to_json(),
+            _steps(entry.steps),
+            given.shape[1],
+            self.seed,
+            _hash(constant),
         )
 
     def _made(self) -> dict[str, Any]:
@@ -435,7 +445,13 @@ class _Work:
             record = None if self.fresh else self.store.get(key)
         if record is None:
             scores = score(
-                self.judge, tokens_nL, texts, self.given_nL, self.prompts, recipe=self.recipe, max_length=self.family.length
+                self.judge,
+                tokens_nL,
+                texts,
+                self.given_nL,
+                self.prompts,
+                recipe=self.recipe,
+                max_length=self.family.length,
             )
             arrays = {
                 "nll": scores.nll_n,
@@ -470,7 +486,9 @@ class _Work:
             "cut_tokens": int(sum(record["cut"])),
             **metrics.describe_texts(written, continuations),
             "calls": int(drawn.calls_nK.sum()),
-            "calls_by_model": {k: int(c) for k, c in zip(self.family.names, drawn.calls_nK.sum(axis=0), strict=True) if c},
+            "calls_by_model": {
+                k: int(c) for k, c in zip(self.family.names, drawn.calls_nK.sum(axis=0), strict=True) if c
+            },
             "flops": None if drawn.flops_n is None else float(drawn.flops_n.sum()),
             "seconds": drawn.seconds,
             "log_ppls": [metrics.finite(value) for value in log_n],
@@ -614,7 +632,9 @@ def render(result: Mapping[str, Any]) -> str:
     for row in rows:
         mark = {"asked": " ", "anchor": "·", "rival": "≈"}[row["kind"]]
         item = paired.get(row["schedule"])
-        difference = "reference" if item is None else _plus_minus(item["difference"], item["ci"], "+.4f", item["differs"])
+        difference = (
+            "reference" if item is None else _plus_minus(item["difference"], item["ci"], "+.4f", item["differs"])
+        )
         cells = [
             f"{mark} {row['schedule']}",
             _plus_minus(row["gen_ppl"], row["gen_ppl_ci"], ".3f"),
@@ -635,7 +655,9 @@ def render(result: Mapping[str, Any]) -> str:
         lines.append(cells)
     widths = [max(len(line[k]) for line in [head, *lines]) for k in range(len(head))]
     table = [
-        "  ".join(cell.ljust(width) if k == 0 else cell.rjust(width) for k, (cell, width) in enumerate(zip(line, widths)))
+        "  ".join(
+            cell.ljust(width) if k == 0 else cell.rjust(width) for k, (cell, width) in enumerate(zip(line, widths))
+        )
         for line in [head, *lines]
     ]
     about = (
@@ -662,13 +684,17 @@ def _percent(share: float | None) -> str:
 # ------------------------------------------------------------------------------------------------ small things
 
 
-def _bounds(family: Family, entries: Sequence[Entry], text: np.ndarray | None, seed: int) -> list[dict[str, Any] | None]:
+def _bounds(
+    family: Family, entries: Sequence[Entry], text: np.ndarray | None, seed: int
+) -> list[dict[str, Any] | None]:
     from relaylm.schedule_bound import measure_table, schedule_bound
 
     if text is None:
         raise UserError("a likelihood bound needs held-out text: give rows of token ids as `text`")
     names = {name for entry in entries for name in entry.schedule.models}
-    table = measure_table({name: family.models[name] for name in family.names if name in names}, text, family.mask_id, seed=seed)
+    table = measure_table(
+        {name: family.models[name] for name in family.names if name in names}, text, family.mask_id, seed=seed
+    )
     return [schedule_bound(table, entry.schedule, entry.steps).to_json() for entry in entries]
 
 
@@ -712,7 +738,11 @@ def _head(part: Drawn, rows: int) -> Drawn:
     flops = None if part.flops_n is None else part.flops_n[:rows]
     share = rows / len(part.tokens_nL)
     return replace(
-        part, tokens_nL=part.tokens_nL[:rows], calls_nK=part.calls_nK[:rows], flops_n=flops, seconds=part.seconds * share
+        part,
+        tokens_nL=part.tokens_nL[:rows],
+        calls_nK=part.calls_nK[:rows],
+        flops_n=flops,
+        seconds=part.seconds * share,
     )
 
 

@@ -238,6 +238,11 @@ def _plain(source: _Source, packing: str) -> Iterator[tuple[str, bool]]:
             yield rest, True
 
 
+def read_text(names: Sequence[str | Path] | str | Path) -> str:
+    """The whole text of a source that `prepare` could read, for what is small enough to be held in memory."""
+    return "".join(text for text, _ in _units(_sources(names), "running"))
+
+
 # ---------------------------------------------------------------------------------------------------- writing tokens
 
 

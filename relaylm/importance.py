@@ -163,7 +163,11 @@ def importance(
     if length > family.length:
         raise UserError(f"length {length} is more than the family's {family.length}")
     rows_NL = _text_rows(text, length, n) if states == "data" else None
-    groups = [chosen] if states == "data" else [[p for p in chosen if p[1] == h] for h in dict.fromkeys(h for _, h in chosen)]
+    groups = (
+        [chosen]
+        if states == "data"
+        else [[p for p in chosen if p[1] == h] for h in dict.fromkeys(h for _, h in chosen)]
+    )
     bar = _progress(progress, len(groups) * len(times))
     out = []
     for group in groups:
@@ -174,7 +178,14 @@ def importance(
         else:
             grid = steps or length
             samples = sample(
-                family, group[0][1], n, steps=grid, seed=seed, given=np.full(length, -1), alpha=alpha, batch_size=batch_size
+                family,
+                group[0][1],
+                n,
+                steps=grid,
+                seed=seed,
+                given=np.full(length, -1),
+                alpha=alpha,
+                batch_size=batch_size,
             )
             times = sorted({max(1, round(t * grid)) / grid for t in times})
             tokens_NL = samples.tokens
@@ -216,7 +227,9 @@ def path_kl(pair: Mapping[str, Any], timetable: Timetable, alpha: Alpha = LINEAR
     models, from a curve measured on trajectories (linear between its times, and to 0 at t = 0)."""
     unknown = set(timetable.models) - {pair["light"], pair["heavy"]}
     if unknown:
-        raise UserError(f"this curve compares {pair['light']} and {pair['heavy']}, but the schedule has {unknown.pop()}")
+        raise UserError(
+            f"this curve compares {pair['light']} and {pair['heavy']}, but the schedule has {unknown.pop()}"
+        )
     t_T, s_T = np.array(timetable.times[:-1]), np.array(timetable.times[1:])
     kl_T = np.interp(t_T, [0.0, *pair["t"]], [0.0, *pair["kl_sum"]])
     light_T = np.array([name == pair["light"] for name in timetable.models])
@@ -266,7 +279,7 @@ def _curve(
     out |= _peak("peak_t", kl_TN, times, weights_RN)
     out |= _peak("peak_t_loss", np.abs(signed_TN), times, weights_RN)
     relative = ("kl_relative", "abs_loss_diff_relative", "kl_base", "abs_loss_diff_base")
-    out |= {name: None for name in relative} | {f"{name}_ci": None for name in relative}
+    out |= dict.fromkeys(relative) | {f"{name}_ci": None for name in relative}
     out |= {f"peak_t_relative{end}": None for end in ("", "_ci")}
     if twin is not None:
         base_TN, wobble_TN = kl(twin), np.abs(loss(twin[0]) - heavy_TN)

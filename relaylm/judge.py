@@ -229,7 +229,9 @@ def from_logits(
     def nll(ids_BL: Tensor, real_B: Tensor) -> Tensor:
         t_B = torch.ones(len(ids_BL), device=where)
         if isinstance(model, Transformer) and not model.architecture.adaln:
-            return _nll_by_pieces(model, model.hidden_at(ids_BL, t_B, None), ids_BL, 2**26 if where.type == "cuda" else 2**22)
+            return _nll_by_pieces(
+                model, model.hidden_at(ids_BL, t_B, None), ids_BL, 2**26 if where.type == "cuda" else 2**22
+            )
         return _cross_entropy(model.logits(ids_BL, t_B)[:, :-1], ids_BL[:, 1:])
 
     if key is None:
@@ -312,9 +314,7 @@ def _from_gguf(spec: str, device: torch.device, path: Path) -> Judge:
         raise UserError("this judge needs the packages of `pip install relaylm[eval]`") from None
     try:
         tokenizer = package.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-        model = package.AutoModelForCausalLM.from_pretrained(
-            str(path.parent), gguf_file=path.name, dtype=torch.float32
-        )
+        model = package.AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise UserError(f"the judge {spec} cannot be loaded ({_first_line(error)})") from None
     with path.open("rb") as file:

@@ -268,7 +268,9 @@ def mauve(texts: Sequence[str], reference: Sequence[str], **options: Any) -> flo
 # ------------------------------------------------------------------------------------------------ comparisons
 
 
-def paired_difference(log_n: np.ndarray, reference_n: np.ndarray, weights_Rn: np.ndarray | None = None) -> dict[str, Any]:
+def paired_difference(
+    log_n: np.ndarray, reference_n: np.ndarray, weights_Rn: np.ndarray | None = None
+) -> dict[str, Any]:
     """The mean of log_n - reference_n: t interval, bootstrap interval, p-value of no difference, and how many rows it
     would take to see a difference of this size (80% power). Rows without a score in either are left out and counted."""
     both_n = np.isfinite(log_n) & np.isfinite(reference_n)

@@ -244,12 +244,14 @@ class Objective(nn.Module):
 
 
 def _places_of(flag_N: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions of the first `room` set flags (0 beyond their number), which of the places are taken, and how many
-    flags found none: torch.nonzero with a fixed size, without asking the host."""
+    """Positions of the first `room` set flags (anything beyond their number), which of the places are taken, and how
+    many flags found none: torch.nonzero with a fixed size, without asking the host."""
     rank_N = flag_N.cumsum(0) - 1
     slot_N = torch.where(flag_N & (rank_N < room), rank_N, room)
     index = torch.zeros(room + 1, dtype=torch.int64, device=flag_N.device)
     index = index.scatter(0, slot_N, torch.arange(len(flag_N), device=flag_N.device))[:room]
     count = rank_N[-1] + 1
-    kept = torch.arange(room, device=flag_N.device) < count
-    return torch.where(kept, index, 0), kept, (count - room).clamp_min(0)
+    place = torch.arange(room, device=flag_N.device)
+    kept = place < count
+    # Empty places point at different positions, so that their (zero) gradients do not all queue for one.
+    return torch.where(kept, index, place), kept, (count - room).clamp_min(0)

@@ -71,7 +71,7 @@ class Recipe:
     """Steps between samples; 0: none."""
     checkpoint_every: int = 1000
     diverged: float = 3.0
-    """Stop when the mean loss of 20 steps after the warm-up is this many times its running median (over up to 400 steps),
+    """Stop when the mean loss of 20 steps after the warm-up is this many times its running median over up to 400 steps,
     or that of the uniform distribution."""
 
     def __post_init__(self) -> None:

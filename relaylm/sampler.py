@@ -107,18 +107,20 @@ class Queue:
         self.pool, self.waiting = self.todo[:in_flight], self.todo[in_flight:]
 
     def take(self) -> Call | None:
-        """The next batch: from the model and shape with the most rows ready, those with the most left to do first
-        (so that rows finish together and the last batches are full)."""
+        """The next batch: the row with the most left to do says which model and shape, and those furthest behind of
+        the rows that want the same come along. So rows keep together, cross from one model to the next together, and
+        finish together: batches are full all the way. (Taking the largest group instead leaves stragglers on both sides
+        of every change of model, and half-empty batches with them.)"""
         pool = self.pool
         if not len(pool):
             return None
         key = self.model_n[pool] * len(self.shapes) + self.shapes_E[self.next_n[pool]]
-        group = int(np.bincount(key).argmax())
+        left = self.end_n[pool] - self.next_n[pool]
+        group = int(key[left.argmax()])
         model, shape = group // len(self.shapes), self.shapes[group % len(self.shapes)]
         ready = pool[key == group]
         if len(ready) > shape.rows:
-            left = self.end_n[ready] - self.next_n[ready]
-            ready = ready[np.argsort(-left, kind="stable")[: shape.rows]]
+            ready = ready[np.argsort(-left[key == group], kind="stable")[: shape.rows]]
         counts = self.events.count_E[self.next_n[ready]]
         if counts.sum() > shape.kept:  # keep to the room the head has
             fits = int(np.searchsorted(np.cumsum(counts), shape.kept, side="right"))
@@ -264,7 +266,7 @@ def denoise(
     events = make_events(plan, times, alpha)
     batch = batch_size or plan.n
     shapes, shapes_E = call_shapes(events, times, alpha, plan.length, batch)
-    queue = Queue(plan, events, shapes_E, shapes, in_flight=4 * batch)
+    queue = Queue(plan, events, shapes_E, shapes, in_flight=8 * batch)
     model_E = _static_models(rule, events, names)
     engine = Engine(list(models.values()), plan, mask_id, law, device, scored=model_E is None)
     memory = None
@@ -393,6 +395,14 @@ def _told(call: Call, token_N: Tensor, events: Events, names: tuple[str, ...]) -
 # ------------------------------------------------------------------------------------------------ for people
 
 
+def _batch_size(family: Family, n: int, length: int, models: int) -> int:
+    """The family's, but where models take turns at most a quarter of the rows (as long as calls stay large enough to be
+    efficient): a batch has one model, and there must be rows enough to fill the next one while some wait."""
+    whole = family.batch_size(n, length)
+    least = (16384 if family.device.type == "cuda" else 1024) // length
+    return whole if models < 2 else min(whole, max(1, least, n // 4))
+
+
 def sample(
     family: Family,
     schedule: str | Schedule | Policy = "heavy",
@@ -453,7 +463,7 @@ def sample(
         steps=steps,
         alpha=alpha,
         law=Law(temperature, top_k, top_p),
-        batch_size=batch_size or family.batch_size(n, given.shape[-1]),
+        batch_size=batch_size or _batch_size(family, n, given.shape[-1], len(names)),
         heavy=heavy,
         device=family.device,
         callback=callback,

@@ -41,7 +41,7 @@ def legend(models: Sequence[str], colours: bool) -> str:
     return "written by " + "  ".join(names) + (paint("  ■ given", GIVEN) if colours else "")
 
 
-def _runs(pieces: Sequence[str], model_L: Sequence[int]) -> list[tuple[str, int]]:
+def runs_of(pieces: Sequence[str], model_L: Sequence[int]) -> list[tuple[str, int]]:
     """Neighbouring pieces by the same model, joined."""
     runs: list[tuple[str, int]] = []
     for piece, model in zip(pieces, model_L, strict=True):
@@ -54,14 +54,15 @@ def _runs(pieces: Sequence[str], model_L: Sequence[int]) -> list[tuple[str, int]
 
 def coloured(family: Family, tokens_L: np.ndarray, model_L: np.ndarray) -> str:
     """One sample, each token in the colour of the model that wrote it."""
-    pieces = [_piece(family, int(token)) for token in tokens_L]
-    return "".join(paint(text, colour_of(model)) for text, model in _runs(pieces, model_L.tolist()))
+    pieces = pieces_of(family, tokens_L)
+    return "".join(paint(text, colour_of(model)) for text, model in runs_of(pieces, model_L.tolist()))
 
 
-def _piece(family: Family, token: int) -> str:
+def pieces_of(family: Family, tokens_L: np.ndarray) -> list[str]:
+    """The text of each token by itself, the mask as a blank."""
     if family.tokenizer is None:
-        return f"{token} "
-    return family.tokenizer.decode_partial([token], family.mask_id)
+        return [f"{token} " for token in tokens_L]
+    return [family.tokenizer.decode_partial([int(token)], family.mask_id) for token in tokens_L]
 
 
 def wrapped(pieces: Sequence[str], model_L: Sequence[int], width: int, colours: bool) -> list[str]:
@@ -72,7 +73,7 @@ def wrapped(pieces: Sequence[str], model_L: Sequence[int], width: int, colours: 
     for line in textwrap.wrap(text, width, drop_whitespace=False, replace_whitespace=False, break_on_hyphens=False):
         models = owner[at : at + len(line)]
         at += len(line)
-        runs = _runs(list(line), models)
+        runs = runs_of(list(line), models)
         shown = "".join(paint(part, colour_of(model)) if colours else part for part, model in runs)
         lines.append(shown + " " * (width - len(line)))
     return lines
@@ -85,7 +86,7 @@ def side_by_side(family: Family, columns: Sequence[tuple[str, Samples]], stream:
     colours = has_colours(stream)
     blocks = []
     for title, samples in columns:
-        pieces = [_piece(family, int(token)) for token in samples.tokens[row]]
+        pieces = pieces_of(family, samples.tokens[row])
         body = wrapped(pieces, samples.trace.model_nL[row].tolist(), width, colours)
         blocks.append([title[:width].ljust(width), "─" * width, *body])
     height = max(len(block) for block in blocks)
@@ -121,7 +122,7 @@ class Watch:
 
     def _draw(self, event: Event) -> None:
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
-        pieces = [_piece(self.family, int(token)) for token in self.tokens]
+        pieces = pieces_of(self.family, self.tokens)
         lines = wrapped(pieces, self.writer.tolist(), width, self.colours)
         state = (
             f"t = {event.t:.3f}   step {event.step or '-'}   {event.model} runs   {self.written}/{self.total} written"

@@ -205,10 +205,14 @@ class Trainer:
             torch.backends.cuda.enable_flash_sdp(recipe.attention == "flash")
             torch.backends.cuda.enable_cudnn_sdp(recipe.attention == "cudnn")
         self.sharded = recipe.shard and where.size > 1
+        compiled = recipe.compile == "on" or (recipe.compile == "auto" and on_cuda and _has_triton())
         if self.sharded:
-            _shard(self.objective)
+            _shard(self.objective, compiled)
         self.params = dict(self.model.named_parameters())
         self.ema = {name: value.detach().clone() for name, value in self.params.items()}
+        # The same storage, as plain lists for the fused operations of every step.
+        self._now = [_local(value.detach()) for value in self.params.values()]
+        self._average = [_local(value) for value in self.ema.values()]
         self.optimizer = torch.optim.AdamW(
             self.params.values(),
             lr=recipe.lr,
@@ -218,7 +222,7 @@ class Trainer:
             fused=on_cuda or None,
         )
         self.run: Callable[..., tuple[Tensor, Tensor]] = self.objective
-        if recipe.compile == "on" or (recipe.compile == "auto" and on_cuda and _has_triton()):
+        if compiled and not self.sharded:
             self.run = torch.compile(self.objective, dynamic=False)
         if where.size > 1 and not self.sharded:
             self.run = nn.parallel.DistributedDataParallel(
@@ -246,8 +250,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step_count += 1
-        ema, now = [_local(v) for v in self.ema.values()], [_local(v.detach()) for v in self.params.values()]
-        torch._foreach_lerp_(ema, now, 1 - ema_decay(recipe, self.step_count))
+        torch._foreach_lerp_(self._average, self._now, 1 - ema_decay(recipe, self.step_count))
         return torch.stack([loss / self.world.size, _full(norm), counts[0].float(), counts[1].float()])
 
     def _dropout_seed(self, turn: int) -> int:
@@ -267,9 +270,8 @@ class Trainer:
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Transformer]:
         """The network with its moving average for weights, ready to be evaluated; the weights come back afterwards."""
-        ema, now = [_local(v) for v in self.ema.values()], [_local(v.detach()) for v in self.params.values()]
-        kept = [value.clone() for value in now]
-        torch._foreach_copy_(now, ema)
+        kept = [value.clone() for value in self._now]
+        torch._foreach_copy_(self._now, self._average)
         self.model.eval()
         try:
             yield self.model
@@ -277,7 +279,7 @@ class Trainer:
             if self.sharded:  # drop what was gathered from the average, or the next step would still compute with it
                 for part in (*self.model.blocks, self.objective):
                     part.reshard()
-            torch._foreach_copy_(now, kept)
+            torch._foreach_copy_(self._now, kept)
             self.model.train()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -322,10 +324,12 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _shard(objective: Objective) -> None:
+def _shard(objective: Objective, compiled: bool) -> None:
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     for block in objective.model.blocks:
+        if compiled:  # block by block: gathering the weights in between is not compiled
+            block.compile(dynamic=False)
         fully_shard(block)
     fully_shard(objective)
     register_fsdp_forward_method(objective, "logits")  # evaluation enters here instead of by `forward`
@@ -429,13 +433,14 @@ def train_model(
     corpus.windows(architecture.length)  # is there enough text?
     identity = _identity(corpus, architecture, recipe, seed)
     found = checkpoint.load(folder / CHECKPOINT)
-    state: dict[str, Any] = {"step": 0, "seconds": 0.0, "losses": [], "masked": 0}
+    state: dict[str, Any] = {"step": 0, "seconds": 0.0, "other_seconds": 0.0, "losses": [], "masked": 0}
     if found is not None:
         state = {**found[1]}
         _check_identity(folder, state.pop("identity"), identity, force)
         summary = checkpoint.read_json(folder / SUMMARY)
         if state["step"] >= recipe.steps and summary is not None:
             return summary
+    _check_agreement(folder, state["step"], where)
     trainer = Trainer(architecture, recipe, seed, where)
     if found is not None:
         try:
@@ -451,6 +456,15 @@ def train_model(
         with _Signals() as signals, _Prefetch(batches.at, steps, pin) as ahead, loop.bar(progress and where.main):
             loop.go(ahead, signals)
     return loop.finish()
+
+
+def _check_agreement(folder: Path, step: int, where: World) -> None:
+    """Every process reads the checkpoint for itself, so all must see the same one."""
+    if where.size > 1:
+        steps = torch.tensor([step, -step], device=where.device)
+        dist.all_reduce(steps, dist.ReduceOp.MAX)
+        if int(steps[0]) != -int(steps[1]):
+            raise UserError(f"the processes do not see the same checkpoint: {folder} must be shared by all hosts")
 
 
 def _identity(corpus: TokenFile, architecture: Architecture, recipe: Recipe, seed: int) -> dict[str, Any]:
@@ -477,13 +491,11 @@ class _Log:
         self.path, self.main, self.board = folder / METRICS, main, None
         if not main:
             return
-        lines = []
-        if self.path.exists():
-            for line in self.path.read_text(errors="replace").splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    if json.loads(line)["step"] <= step:
-                        lines.append(line)
-        checkpoint.atomic_write(self.path, ["".join(line + "\n" for line in lines).encode()])
+        for path in (self.path, folder / SAMPLES):
+            if path.exists():
+                _cut_after(path, step)
+        if not self.path.exists():
+            checkpoint.atomic_write(self.path, [])
         with contextlib.suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
 
@@ -492,15 +504,29 @@ class _Log:
     def add(self, row: dict[str, Any]) -> None:
         if not self.main:
             return
-        try:
-            with open(self.path, "a") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            raise UserError(f"cannot write {self.path}: {error.strerror or error}") from error
+        _append(self.path, row)
         if self.board is not None:
             for key, value in row.items():
                 if isinstance(value, int | float) and key != "step":
                     self.board.add_scalar(key, value, row["step"])
+
+
+def _cut_after(path: Path, step: int) -> None:
+    """Keep the lines of a JSONL file up to a step, and no half-written one."""
+    lines = []
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["step"] <= step:
+                lines.append(line)
+    checkpoint.atomic_write(path, ["".join(line + "\n" for line in lines).encode()])
+
+
+def _append(path: Path, row: dict[str, Any]) -> None:
+    try:
+        with open(path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 class _Loop:
@@ -561,7 +587,8 @@ class _Loop:
             if save or stopped:
                 self._save()
             if stopped:
-                print(f"stopped at step {step}; the checkpoint is saved, the same command goes on", file=sys.stderr)
+                if self.world.main:
+                    print(f"stopped at step {step}: saved, and the same command goes on from there", file=sys.stderr)
                 raise KeyboardInterrupt if stopped == signal.SIGINT else SystemExit(128 + stopped)
 
     def _stopped(self, signals: _Signals, look: bool) -> int:
@@ -647,7 +674,7 @@ class _Loop:
             self.last_bound = found
             made = {f"heldout_{key}": value for key, value in found.to_json().items()}
             self.log.add({"step": self.trainer.step_count, **made})
-        self.clock += time.perf_counter() - began  # not training time
+        self._not_training(began)
 
     def _sample(self) -> None:
         """Four samples from the averaged weights, for the eye. Left out with sharded weights."""
@@ -675,9 +702,8 @@ class _Loop:
         if self.world.main:
             tokenizer = self.corpus.tokenizer
             texts = [tokenizer.decode(row) for row in drawn.tokens.tolist()]
-            with open(self.folder / SAMPLES, "a") as file:
-                file.write(json.dumps({"step": self.trainer.step_count, "steps": steps, "texts": texts}) + "\n")
-        self.clock += time.perf_counter() - began
+            _append(self.folder / SAMPLES, {"step": self.trainer.step_count, "steps": steps, "texts": texts})
+        self._not_training(began)
 
     def _save(self) -> None:
         began = time.perf_counter()
@@ -685,7 +711,13 @@ class _Loop:
         self.state["step"] = self.trainer.step_count
         if self.world.main:
             checkpoint.save(self.folder / CHECKPOINT, tensors, {**self.state, "identity": self.identity})
-        self.clock += time.perf_counter() - began
+        self._not_training(began)
+
+    def _not_training(self, began: float) -> None:
+        """What went by since then is wall time, but not training time."""
+        seconds = time.perf_counter() - began
+        self.clock += seconds
+        self.state["other_seconds"] += seconds
 
     def finish(self) -> dict[str, Any]:
         """The last evaluation, on four times the rows, and the summary that marks the run as done."""
@@ -698,6 +730,7 @@ class _Loop:
             "tokens": tokens,
             "masked": self.state["masked"],
             "seconds": self.state["seconds"],
+            "wall_seconds": self.state["seconds"] + self.state["other_seconds"],
             "tokens_per_s": tokens / max(1e-9, self.state["seconds"]),
             "mfu": self._mfu(self.recipe.steps * self.recipe.batch / max(1e-9, self.state["seconds"])),
             "mfu_formula": MFU_FORMULA,
@@ -843,7 +876,7 @@ def model_card(name: str, preset: Preset, corpus: TokenFile, summaries: dict[str
             f"{s['parameters']:,}",
             f"{s['steps']:,}",
             f"{s['tokens']:,}",
-            f"{s['seconds']:.0f} s on {s['device']}",
+            f"{s['wall_seconds']:.0f} s on {s['device']}",
             "-" if held is None else f"{held['bits']:.4f} ({held['low']:.4f} to {held['high']:.4f})",
             "-" if per_character is None else f"{per_character:.4f}",
         ]

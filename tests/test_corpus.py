@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from relaylm import corpus
-from relaylm.corpus import TokenFile, prepare
+from relaylm.corpus import TokenFile, prepare, read_text
 from relaylm.errors import UserError
 from relaylm.tokenizer import JsonTokenizer
 
@@ -111,6 +111,7 @@ def test_every_kind_of_file_gives_the_same_tokens(tmp_path: Path) -> None:
         for i, name in enumerate(("plain.txt", "t.txt.gz", "t.xz", "t.jsonl", "t.jsonl.gz"))
     ]
     assert len({(bytes(m.train), bytes(m.heldout)) for m in made}) == 1
+    assert read_text(tmp_path / "t.xz") == text and read_text(tmp_path / "t.jsonl") == text
     both = prepare([tmp_path / "t.xz", tmp_path / "t.jsonl"], tmp_path / "both", progress=False, holdout=0)
     assert bytes(both.train) == (text + text).encode()
 

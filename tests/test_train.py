@@ -18,13 +18,15 @@ import torch
 import torch.nn.functional as F
 
 from relaylm import checkpoint, train
-from relaylm.bound import bound, causal_bound, spread_rows
+from relaylm.bound import bound, bound_text, causal_bound, spread_rows
 from relaylm.corpus import TokenFile, prepare
 from relaylm.denoiser import Architecture, FromLogits
 from relaylm.errors import UserError
 from relaylm.family import Family
 from relaylm.objective import Batches, mask_words, places, shuffled
 from relaylm.recipe import Preset, Recipe, ema_decay, load_preset, lr_at, override, presets
+from relaylm.schedule import Timetable
+from relaylm.tokenizer import Text8Tokenizer
 from relaylm.train import Trainer, World, throughput, train_family, train_model, training_flops
 
 CPU = World(torch.device("cpu"))
@@ -273,7 +275,7 @@ def test_too_many_masked_positions_are_noticed(
 def test_padding_is_not_scored(tmp_path: Path) -> None:
     from test_corpus import words
 
-    (tmp_path / "a.txt").write_text("a b c d\n" * 9 + "e f\n" * 9 + "g h a b c d e f g h\n" * 4)
+    (tmp_path / "a.txt").write_text("g h a b c d e f g h\n" * 4 + "a b c d\n" * 9 + "e f\n" * 9)
     corpus = prepare(
         tmp_path / "a.txt", tmp_path / "c", tokenizer=words(), packing="pad", length=8, holdout=0.3, progress=False
     )
@@ -337,6 +339,37 @@ def test_bound_is_the_continuous_time_integral() -> None:
     found = bound(model, np.tile(x, (3000, 1)), mask_id=vocab - 1, draws=6)
     assert found.bits == pytest.approx(exact / length / math.log(2), abs=2.5 * (found.high - found.bits))
     assert found.high - found.low < 0.03
+
+
+def test_bound_of_a_schedule_is_that_of_its_steps() -> None:
+    """Two tables that take turns over T = 2 steps, added up over all masked sets: sum_i (1/i) E sum over the masked."""
+    length, vocab = 3, 4
+    generator = torch.Generator().manual_seed(1)
+    tables = {n: torch.randn(vocab**length, length, vocab, dtype=torch.float64, generator=generator) for n in "ab"}
+    place = torch.tensor([vocab**i for i in range(length)])
+    models = {n: FromLogits(lambda x, t, table=table: table[(x * place).sum(-1)]) for n, table in tables.items()}  # type: ignore[misc]
+    x = np.array([2, 0, 1])
+    exact = 0.0
+    for i, name in ((2, "a"), (1, "b")):
+        for size in range(1, length + 1):
+            for chosen in itertools.combinations(range(length), size):
+                z = torch.tensor([vocab - 1 if l in chosen else int(x[l]) for l in range(length)])
+                log_p = tables[name][(z * place).sum()][:, : vocab - 1].log_softmax(-1)
+                chance = (i / 2) ** size * (1 - i / 2) ** (length - size)
+                exact -= chance / i * sum(float(log_p[l, x[l]]) for l in chosen)
+    timetable = Timetable(("a", "b"), (1.0, 0.5, 0.0))
+    found = bound(models, np.tile(x, (4000, 1)), mask_id=vocab - 1, draws=6, timetable=timetable)
+    assert found.bits == pytest.approx(exact / length / math.log(2), abs=2.5 * (found.high - found.bits))
+    assert found.high - found.low < 0.03
+    with pytest.raises(UserError, match="no model 'a'"):
+        bound({"b": models["b"]}, np.tile(x, (2, 1)), mask_id=3, timetable=timetable)
+
+
+def test_bound_of_a_text() -> None:
+    flat = FromLogits(lambda x, t: torch.zeros(*x.shape, 28))
+    found = bound_text(flat, Text8Tokenizer(), "Some 2 words, here! " * 20, length=16, mask_id=27)
+    assert found["bits"] == pytest.approx(math.log2(27))
+    assert found["bits_per_character"] == pytest.approx(math.log2(27) * found["tokens"] / 400)
 
 
 def test_bound_counts_real_tokens_only() -> None:
