@@ -113,7 +113,7 @@ def random_network(architecture: Architecture, seed: int) -> Transformer:
 
 def _dtype(network: Transformer) -> torch.dtype:
     """What the blocks compute in."""
-    return cast(list[Any], network.blocks)[0].attn_qkv.weight.dtype  # type: ignore[no-any-return]
+    return cast(list[Any], network.blocks)[0].attn_qkv.weight.dtype
 
 
 def _sync(device: torch.device) -> None:
@@ -216,7 +216,7 @@ def _compiled_step(side: Side) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         noise_BLV = reference.GUARD - (torch.rand_like(q_BLV) + reference.GUARD).log()
         return torch.where(x_BL != mask_id, x_BL, (q_BLV / noise_BLV).argmax(dim=-1))
 
-    return torch.compile(step)  # type: ignore[no-any-return]
+    return torch.compile(step)
 
 
 def _best_batch(side: Side, batches: Sequence[int], steps: int, length: int, count: int, seed: int) -> dict[str, Any]:
@@ -263,7 +263,8 @@ def executed_flops(model: Transformer, plan: Plan, samples: Samples, batch: int)
     events = make_events(plan, times)
     shapes, shape_E = call_shapes(events, times, LINEAR, plan.length, min(batch, plan.n))
     per_head = 2.0 * a.width * a.vocab_size
-    from_table = 6.0 * plan.length * a.width**2 if model._has_kernels() and a.depth > 1 else 0.0
+    with torch.no_grad():
+        from_table = 6.0 * plan.length * a.width**2 if model._has_kernels() and a.depth > 1 else 0.0
     total = 0.0
     for shape, number in zip(shapes, np.bincount(shape_E, minlength=len(shapes)), strict=True):
         trunk = model.flops(plan.length, shape.per_row) - shape.per_row * per_head - from_table
@@ -571,8 +572,7 @@ def _shares(job: Job, row_step_seconds: float) -> dict[str, Any]:
             times.setdefault(share, []).append(seconds)
         base = float(np.mean(times[0]))
         for share in SHARES:
-            saved[share].append(1 - float(np.mean(times[share])) / base)
-        saved[0][-1] = 1 - times[0][-1] / times[0][0]  # two runs of the same thing: how much is noise
+            saved[share] += [1 - seconds / base for seconds in times[share]]
     entries, x, y = [], [], []
     for share in SHARES:
         cost = done[share].cost
@@ -591,10 +591,8 @@ def _shares(job: Job, row_step_seconds: float) -> dict[str, Any]:
                 "significantly_below_flops": bool(mean + 2 * sd / math.sqrt(repeats) < (cost.flops_saved or 0.0)),
             }
         )
-        if share:
-            x += [light] * repeats
-            y += saved[share]
-    x, y = [0.0, *x], [0.0, *y]  # all-heavy saves nothing, by definition
+        x += [light] * len(saved[share])
+        y += saved[share]
     how = f"{rows} rows, {free} of {job.length} positions free (the rest given), {repeats} passes"
     return {"shares": entries, "slope": {**_fit(x, y), "over": "light share of calls"}, "shares_measured_on": how}
 
@@ -629,7 +627,7 @@ def _memory(job: Job, batch: int) -> dict[str, Any]:
 
 def _growth(job: Job) -> dict[str, Any]:
     """Calls and seconds over the number of rows, and over depth (the heavy model cut short)."""
-    free = min(8, job.length)
+    free = min(32 if job.device.type == "cuda" else 4, job.length)
     models = {"heavy": job.heavy.engine}
     schedule = sandwich("0%").bind("light", "heavy")
     options: dict[str, Any] = {
@@ -789,7 +787,7 @@ def bench(
     effort = _effort(where, quick)
     job = Job(heavy, light, where, length, steps, min(batch, rows), rows, seed, effort)
     errors: dict[str, str] = {}
-    bar = tqdm(total=11, disable=not progress, file=sys.stderr, desc="bench", leave=False)
+    bar = tqdm(total=13, disable=not progress, file=sys.stderr, desc="bench", leave=False)
 
     def part(name: str, function: Callable[[], X]) -> X | None:
         """One measurement; what goes wrong in it is written down and the others go on."""
@@ -813,9 +811,9 @@ def bench(
             job.engine(job.plan(job.rows, min(4, job.length)), share)
 
     sweeps = {
-        name: part(f"batch of the reference, {name}", lambda s=s: sweep(s))
-        for name, s in (("heavy", heavy), ("light", light))
-    }  # type: ignore[misc]
+        "heavy": part("batch of the reference, heavy", lambda: sweep(heavy)),
+        "light": part("batch of the reference, light", lambda: sweep(light)),
+    }
     best = {name: value["best"] if value else 1 for name, value in sweeps.items()}
     part("warm-up of the engine", warm_up)
     main = part("reference and engine", lambda: _against_reference(job, best)) or {}
@@ -924,7 +922,8 @@ def render(result: dict[str, Any]) -> str:
         f"  with its cache                {_show(result['reference_cache_ms_per_row_step']):>10}",
         f"  compiled                      {_show(result['reference_compiled_ms_per_row_step']):>10}",
         f"  engine                        {_show(result['engine_ms_per_row_step']):>10}  {_show(light_ms[1]):>10}",
-        f"  times faster                  {_show(result['speedup'], '.1f'):>10}  {_show(result['speedup_light'], '.1f'):>10}",
+        f"  times faster                  {_show(result['speedup'], '.1f'):>10}  "
+        f"{_show(result['speedup_light'], '.1f'):>10}",
         f"  fraction of the limit         {_show(result['fraction_of_limit'], '.1%'):>10}  "
         f"{_show(result.get('fraction_of_limit_light'), '.1%'):>10}   ({_show(result['matmul_tflops'])} TFLOP/s)",
         f"  calls per row (T={s['steps']})" + f"{_show((runs.get('heavy') or {}).get('calls_per_row'), '.1f'):>22}",

@@ -60,7 +60,8 @@ class Bound:
         return 2.0**self.bits
 
     def __str__(self) -> str:
-        return f"{self.bits:.4f} bits per symbol (95%: {self.low:.4f} to {self.high:.4f}), perplexity {self.perplexity:.4g}"
+        interval = f"95%: {self.low:.4f} to {self.high:.4f}"
+        return f"{self.bits:.4f} bits per symbol ({interval}), perplexity {self.perplexity:.4g}"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "perplexity": self.perplexity, "perplexity_interval": [2.0**self.low, 2.0**self.high]}

@@ -3,10 +3,10 @@ r"""Schedules side by side: what each writes, what it costs, and which of them r
 Every schedule gets the same rows: row r has the same plan (the same order of positions, the same token noise) under all
 of them, so differences are paired and need far fewer samples than separate means would.
 
-**Rivals.** A mixed schedule is only worth its trouble if nothing simpler does as well for the same money. So beside each
-one stand, at its floating-point operations: one model of middle depth at every step, the heavy model in fewer steps, and
-the same number of light steps spread evenly or at random. If one of them wins, the first line says so. The light and the
-heavy model alone are always there too, since each row's share of the quality gap is counted between them:
+**Rivals.** A mixed schedule is only worth its trouble if nothing simpler does as well for the same money. So beside
+each one stand, at its floating-point operations: one model of middle depth at every step, the heavy model in fewer
+steps, and the same number of light steps spread evenly or at random. If one of them wins, the first line says so. The
+light and the heavy model alone are always there too, since each row's share of the quality gap is counted between them:
 
     gap_paid = (ppl - ppl_H) / (ppl_L - ppl_H).
 
@@ -109,11 +109,12 @@ def compare(
 ) -> dict[str, Any]:
     """Sample n rows under each schedule, judge them, and compare. Plain JSON values come back; `render` shows them.
 
-    `prompts` are texts (row r gets prompt r mod their number) or an array of token ids with -1 where free; perplexity is
-    then that of the continuation, with `*_everything` beside it. `judge` and `recipe` as in `relaylm.judge`. `bound`
-    adds each schedule's likelihood bound on `text` (rows of held-out token ids). With a `store` what is there already is
-    not computed again (`fresh`: it is, and replaced); `any_device` also takes samples that were drawn on another device,
-    in another batch size or under another version of PyTorch, which have the same law but not always the same bits.
+    `prompts` are texts (row r gets prompt r mod their number) or an array of token ids with -1 where free; perplexity
+    is then that of the continuation, with `*_everything` beside it. `judge` and `recipe` as in `relaylm.judge`. `bound`
+    adds each schedule's likelihood bound on `text` (rows of held-out token ids). With a `store` what is there already
+    is not computed again (`fresh`: it is, and replaced); `any_device` also takes samples that were drawn on another
+    device, in another batch size or under another version of PyTorch, which have the same law but not always the same
+    bits.
     """
     if not schedules:
         raise UserError("there is nothing to compare: name at least one schedule")
@@ -215,8 +216,7 @@ def _entries(
     def add(entry: Entry) -> None:
         for other in entries:
             if other.identity == entry.identity:
-                if entry.rival and other.kind != "asked":  # the light model may be the rival, too
-                    other.rival = other.rival or entry.rival
+                other.rival = other.rival or entry.rival  # what was asked for may be another's rival, too
                 other.rival_of += [name for name in entry.rival_of if name not in other.rival_of]
                 return
         entries.append(entry)
@@ -513,8 +513,8 @@ def row_costs(samples: Samples, family: Family) -> Drawn:
     flops_n = None
     if all(hasattr(model, "flops") for model in family.models.values()):
         pairs, which_E = np.unique(np.stack([model_E, count_E], axis=1), axis=0, return_inverse=True)
-        models = list(family.models.values())
-        each = np.array([models[m].flops(length, k) for m, k in pairs.tolist()])  # type: ignore[attr-defined]
+        models: list[Any] = list(family.models.values())
+        each = np.array([models[m].flops(length, k) for m, k in pairs.tolist()])
         flops_n = np.bincount(row_E, weights=each[which_E.reshape(-1)], minlength=n) if len(row_E) else np.zeros(n)
     return Drawn(samples.tokens, calls_nK, flops_n, samples.cost.seconds)
 
@@ -603,8 +603,8 @@ def _verdict(result: Mapping[str, Any]) -> str:
         margin = (item["ci"][1] - item["ci"][0]) / 2
         flops = "" if item["flops_ratio"] is None else f" at {item['flops_ratio']:.1%} of its FLOPs"
         return (
-            f"{item['rival']} ({item['what']}) against {item['schedule']}: {item['difference']:+.4f} +- {margin:.4f} in "
-            f"log-perplexity{flops}, entropy {item['entropy_difference']:+.3f}"
+            f"{item['rival']} ({item['what']}) against {item['schedule']}: {item['difference']:+.4f} +- {margin:.4f} "
+            f"in log-perplexity{flops}, entropy {item['entropy_difference']:+.3f}"
         )
 
     winners = sorted((item for item in contests if item["outcome"] == "wins"), key=lambda item: item["difference"])
@@ -614,7 +614,8 @@ def _verdict(result: Mapping[str, Any]) -> str:
     level = [item for item in contests if item["outcome"] == "level"]
     if level:
         best = min(level, key=lambda item: item["difference"])
-        return f"No equal-compute rival is shown to win, but {len(level)} of {len(contests)} cannot be told apart. {show(best)}."
+        known = f"No equal-compute rival is shown to win, but {len(level)} of {len(contests)} cannot be told apart"
+        return f"{known}. {show(best)}."
     return f"Every equal-compute rival loses ({len(contests)} of them)."
 
 
@@ -641,7 +642,7 @@ def render(result: Mapping[str, Any]) -> str:
             f"{row['corpus_ppl']:.3f}",
             _plus_minus(row["entropy"], row["entropy_ci"], ".3f"),
             *([f"{row['word_entropy']:.3f}"] if words else []),
-            f"{row['distinct_4']:.3f}",
+            "" if row["distinct_4"] is None else f"{row['distinct_4']:.3f}",
             difference,
             _percent(row["gap_paid"]),
             _percent(row["blocks_saved"]),

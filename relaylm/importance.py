@@ -1,6 +1,7 @@
 r"""Which steps need the heavy model: light against heavy on the same partly masked rows, by time.
 
-For a row z_t with masked positions M and the true tokens x, and for two models L and H (equations 4 and 5 of the paper),
+For a row z_t with masked positions M and the true tokens x, and for two models L and H (equations 4 and 5 of the
+paper),
 
     loss_k(z) = 1/|M| sum_{l in M} -log p_k(x_l | z, t),        |loss_L - loss_H|  and  loss_L - loss_H,
     kl(z)     = 1/|M| sum_{l in M} KL( p_H(. | z, t, l)  ||  p_L(. | z, t, l) ),

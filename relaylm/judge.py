@@ -2,16 +2,16 @@ r"""Generative perplexity: how a left-to-right model likes the samples.
 
 A judge is any causal model: the family's own (`None` or "own": the same token ids, no network access, always in
 float32), a Hugging Face model ("hf:gpt2-large"), a GGUF file ("gguf:PATH"), or any object with `logits(tokens, t)`.
-The last three need `pip install relaylm[eval]`; all but the first and last read text, so samples are decoded and
-tokenised anew for them.
+The two in the middle need `pip install relaylm[eval]` and read text, so samples are decoded and tokenised anew for
+them.
 
-**What is scored.** A text x_1 .. x_c is charged -log p(x_i | x_<i) for i = 2 .. c: nothing is put before the text, so its
-first token is given, as MDLM does it. Rows are never dropped; one with a single token has nothing to score and counts as
-unscored. With a prompt two sums are kept: over everything, and over what was written alone (for a judge that reads
-text: the tokens that end after the prompt does).
+**What is scored.** A text x_1 .. x_c is charged -log p(x_i | x_<i) for i = 2 .. c: nothing is put before the text, so
+its first token is given, as MDLM does it. Rows are never dropped; one with a single token has nothing to score and
+counts as unscored. With a prompt two sums are kept: over everything, and over what was written alone (for a judge that
+reads text: the tokens that end after the prompt does).
 
-**Long texts.** What does not fit the judge's context W is read through windows that advance by W/2; each token is scored
-once, by the first window that holds it, so with at least W/2 tokens before it (from the first window on).
+**Long texts.** What does not fit the judge's context W is read through windows that advance by W/2; each token is
+scored once, by the first window that holds it, so with at least W/2 tokens before it (from the first window on).
 
 **MDLM's recipe** (`recipe="mdlm"`), to the letter: texts are cut at `max_length` tokens, padded with eos to the longest
 of the call, split into blocks of 1024 that do not see each other, and in each block all tokens but the first are scored
@@ -24,6 +24,7 @@ Shapes: n rows, B windows in a call, L positions, M scored positions, D width, V
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -219,7 +220,8 @@ def load_judge(spec: Any, family: Family) -> Judge:
 def from_logits(
     model: Any, name: str, *, device: torch.device | str = "cpu", eos_id: int | None = None, key: str | None = None
 ) -> Judge:
-    """A judge from a causal model that reads the family's own token ids: `logits(tokens_BL, t_B)`, t without meaning."""
+    """A judge from a causal model that reads the family's own token ids: `logits(tokens_BL, t_B)`, where
+    t means nothing."""
     where = torch.device(getattr(model, "device", device))
     architecture = getattr(model, "architecture", None)
     context = int(architecture.length) if architecture is not None else int(getattr(model, "length", 1 << 30))
@@ -308,10 +310,9 @@ def _from_gguf(spec: str, device: torch.device, path: Path) -> Judge:
     package = _transformers()
     if not path.is_file():
         raise UserError(f"there is no file {str(path)!r} for the judge: write gguf:PATH")
-    try:
-        import gguf  # noqa: F401  transformers needs it, and says so less clearly
-    except ImportError:
-        raise UserError("this judge needs the packages of `pip install relaylm[eval]`") from None
+    for needed in ("gguf", "accelerate"):  # which transformers needs for this, and says so less clearly
+        if importlib.util.find_spec(needed) is None:
+            raise UserError(f"a GGUF judge needs the package {needed}: `pip install relaylm[eval]` brings it")
     try:
         tokenizer = package.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
         model = package.AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)

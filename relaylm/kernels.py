@@ -28,6 +28,8 @@ def available() -> bool:
 
 
 if triton is not None:
+    # Triton takes an integer argument that happens to be 1 for a compile-time constant (a seed of 1, say), which has no
+    # `.to`; hence do_not_specialize below.
 
     @triton.jit
     def _mulhilo(a, b):
@@ -49,6 +51,19 @@ if triton is not None:
             k1 = k1 + w1
         return c0, c1, c2, c3
 
+    @triton.jit(do_not_specialize=["use", "k0", "k1"])
+    def _words_kernel(sample_b, out, quads, use, total, k0, k1, SIZE: tl.constexpr):
+        index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+        inside = index < total
+        sample = tl.load(sample_b + index // quads, mask=inside, other=0)
+        c0 = (index % quads).to(tl.uint32)
+        low, high = (sample & 0xFFFFFFFF).to(tl.uint32), (sample >> 32).to(tl.uint32)
+        w0, w1, w2, w3 = _philox(c0, low, high, (c0 & 0) + use.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32))
+        tl.store(out + index * 4, w0.to(tl.int64), mask=inside)
+        tl.store(out + index * 4 + 1, w1.to(tl.int64), mask=inside)
+        tl.store(out + index * 4 + 2, w2.to(tl.int64), mask=inside)
+        tl.store(out + index * 4 + 3, w3.to(tl.int64), mask=inside)
+
     @triton.jit
     def _exponential(high, low):
         """As plan._exponential; -log1p(-v) by its series where v is so small that 1 - v would lose it."""
@@ -66,7 +81,7 @@ if triton is not None:
         w0, w1, w2, _w3 = _philox(c0, zero + position.to(tl.uint32), zero + row.to(tl.uint32), use, k0, k1)
         return _exponential(w0, w1) * 0.015625, (w2 & 63).to(tl.int32)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["k0", "k1"])
     def _ceilings_kernel(
         logits,
         row_n,
@@ -103,7 +118,7 @@ if triton is not None:
         score = tl.load(base + held, mask=fits, other=-float("inf")).to(tl.float64) - log_minimum
         tl.store(floor_out + n * tl.num_programs(1) + tile, tl.max(score, axis=0))
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["k0", "k1"])
     def _open_kernel(
         logits,
         row_n,
@@ -228,6 +243,16 @@ if triton is not None:
         second = tl.load(source + HALF, mask=real, other=0.0).to(tl.float32)
         tl.store(to, (first * c - second * s).to(qkv.dtype.element_ty), mask=real)
         tl.store(to + HALF, (second * c + first * s).to(qkv.dtype.element_ty), mask=real)
+
+
+def words(seed: int, sample_B: Tensor, length: int, use: int) -> Tensor:
+    """`objective.mask_words` on CUDA: a 32-bit word for each position of each sample, (B, L) int64."""
+    quads = triton.cdiv(length, 4)
+    out = torch.empty((len(sample_B), 4 * quads), dtype=torch.int64, device=sample_B.device)
+    total = len(sample_B) * quads
+    key = (seed & 0xFFFFFFFF, seed >> 32)
+    _words_kernel[(triton.cdiv(total, 256),)](sample_B.long(), out, quads, use, total, *key, SIZE=256)
+    return out[:, :length]
 
 
 def race(logits_NV: Tensor, seed: int, row_N: Tensor, position_N: Tensor, draw_N: Tensor, mask_id: int = -1) -> Tensor:

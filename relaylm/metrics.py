@@ -63,6 +63,9 @@ def student_cdf(t: float, freedom: float) -> float:
     """P(T <= t) for Student's t, by the incomplete beta function's continued fraction (Lentz)."""
     if math.isinf(freedom):
         return NormalDist().cdf(t)
+    share = t * t / (freedom + t * t)
+    if share < 0.5:  # near the middle the other form would lose digits
+        return 0.5 + math.copysign(0.5, t) * _incomplete_beta(0.5, freedom / 2, share)
     tail = 0.5 * _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t))
     return tail if t < 0 else 1 - tail
 
@@ -220,11 +223,11 @@ def repetition(items: Sequence[Any], size: int = 4) -> float:
 
 def distinct(rows: Sequence[Sequence[Any]], size: int = 4, groups: int = 20) -> Estimate:
     """Different n-grams among all n-grams of all rows, with a jackknife interval over groups of rows. The figure falls
-    as rows are added: compare it at one n."""
+    as rows are added: compare it at one n. NaN if no row is long enough for an n-gram."""
     grams = [ngrams(row, size) for row in rows]
     total, everything = Counter(g for row in grams for g in row), sum(len(row) for row in grams)
     if not everything:
-        return Estimate(0.0, -math.inf, math.inf)
+        return Estimate(math.nan, -math.inf, math.inf)
     value = len(total) / everything
     groups = min(groups, len(rows))
     if groups < 2:
@@ -252,7 +255,7 @@ def describe_texts(rows: Sequence[np.ndarray], texts: Sequence[str]) -> dict[str
     if texts:
         words = mean_estimate(np.array([word_entropy(text) for text in texts]))
         out |= {"word_entropy": words.value, "word_entropy_ci": words.ci}
-    out |= {"distinct_4": different.value, "distinct_4_ci": different.ci}
+    out |= {"distinct_4": finite(different.value), "distinct_4_ci": different.ci}
     return {**out, "repetition_4": repeated.value, "repetition_4_ci": repeated.ci}
 
 
@@ -307,12 +310,11 @@ def samples_needed(difference: float, sd: float, power: float = 0.8) -> int | No
         return None
     z = NormalDist().inv_cdf((1 + LEVEL) / 2) + NormalDist().inv_cdf(power)
     n = max(2, math.ceil((z * sd / difference) ** 2))
-    for _ in range(20):  # Student's t instead of the normal, where n is small
+    while n <= 100:  # Student's t instead of the normal, where that matters: the first n that is enough
         z = student_quantile((1 + LEVEL) / 2, n - 1) + student_quantile(power, n - 1)
-        following = max(2, math.ceil((z * sd / difference) ** 2))
-        if following == n:
+        if n >= (z * sd / difference) ** 2:
             break
-        n = max(n, following) if n > 30 else following
+        n += 1
     return n
 
 

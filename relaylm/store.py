@@ -125,7 +125,8 @@ class Store:
 
     def put(self, key: str, record: Mapping[str, Any], *, replace: bool = False) -> dict[str, Any]:
         """Store a record and return what the store holds for its key: this one, or the one that was there before (the
-        same work done by another process) unless `replace` is set. Replaced records stay in the file, the last counts."""
+        same work done by another process) unless `replace` is set. Replaced records stay in the file, the last
+        counts."""
         if {"key", "sha256"} & set(record):
             raise UserError("a record's fields cannot be named key or sha256")
         _json(dict(record))  # refuses what is not JSON before anything is written

@@ -235,10 +235,11 @@ def test_damage_while_open(tmp_path: Path) -> None:
 
 
 class Faulty:
-    """`os` with a fault at the N-th write, fsync, rename or truncation; a faulty write leaves half of its bytes."""
+    """`os` with a fault at the N-th write, fsync, rename or truncation, or from there on: an error, or (code None)
+    death by SIGKILL. A faulty write leaves half of its bytes."""
 
-    def __init__(self, at: int, fault: Callable[[], None]) -> None:
-        self.at, self.fault, self.calls = at, fault, 0
+    def __init__(self, at: int, code: int | None, stays: bool = False) -> None:
+        self.at, self.code, self.stays, self.calls = at, code, stays, 0
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)
@@ -247,10 +248,12 @@ class Faulty:
 
         def call(*arguments: Any) -> Any:
             self.calls += 1
-            if self.calls == self.at:
+            if self.calls == self.at or (self.stays and self.calls > self.at):
                 if name == "write":
                     os.write(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
-                self.fault()
+                if self.code is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(self.code, os.strerror(self.code))
             return real(*arguments)
 
         return call
@@ -265,12 +268,7 @@ def test_a_failing_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: i
         folder = tmp_path / str(at)
         store = filled(folder, 2)
 
-        def fail() -> None:
-            if stays:
-                faulty.at += 1  # the next call fails as well
-            raise OSError(code, os.strerror(code))
-
-        faulty = Faulty(at, fail)
+        faulty = Faulty(at, code, stays)
         monkeypatch.setattr(module, "os", faulty)
         try:
             store.put(key(2), record(2))
@@ -294,11 +292,11 @@ def test_a_failing_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: i
 
 
 KILLED = """
-import os, signal, sys
+import sys
 sys.path[:0] = [{root!r}, {tests!r}]
 from test_store import Faulty, Store, key, module, record
 store = Store({folder!r})
-faulty = Faulty({at}, lambda: os.kill(os.getpid(), signal.SIGKILL))
+faulty = Faulty({at}, None)
 module.os = faulty
 store.put(key(2), record(2))
 print(faulty.calls)

@@ -1,0 +1,106 @@
+"""Figures: what `compare` and `importance` found, in colours that colour-blind readers can tell apart.
+
+Each function takes the JSON that a command gave (so that a figure can be drawn again years later), writes a file whose
+format follows from its name (.png, .svg, .pdf) and returns its path. Markers differ as well as colours. matplotlib
+comes with `pip install relaylm[report]` and is imported when a figure is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relaylm.errors import UserError
+
+# Okabe and Ito's palette, darkest first; yellow is left out, it vanishes on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+KINDS = {
+    "asked": ("#0072B2", "o", "asked for"),
+    "anchor": ("#000000", "s", "one model, for the gap"),
+    "rival": ("#D55E00", "D", "equal-compute rival"),
+}
+
+
+def plot_importance(result: Mapping[str, Any], path: str | Path) -> Path:
+    """Loss difference and KL by time for every pair, with 95% bands; less the twin's baseline where there is one."""
+    pairs: Sequence[Mapping[str, Any]] = result["pairs"]
+    relative = all(pair["kl_relative"] is not None for pair in pairs)
+    end = "_relative" if relative else ""
+    what = " above that of two seeds" if relative else ""
+    panels = [("abs_loss_diff" + end, "|loss difference|, nats"), ("kl" + end, "KL(heavy || light), nats")]
+    figure = _figure(9.0, 3.6)
+    for k, (name, label) in enumerate(panels):
+        axes = figure.add_subplot(1, 2, k + 1)
+        for j, pair in enumerate(pairs):
+            t, y = np.array(pair["t"]), np.array(pair[name], dtype=float)
+            band = np.array(pair[name + "_ci"], dtype=float)
+            colour = COLOURS[j % len(COLOURS)]
+            axes.fill_between(t, band[:, 0], band[:, 1], color=colour, alpha=0.2, linewidth=0)
+            axes.plot(
+                t,
+                y,
+                color=colour,
+                marker=MARKERS[j % len(MARKERS)],
+                markersize=4,
+                label=f"{pair['light']} : {pair['heavy']}",
+            )
+        axes.set_xlim(0, 1)
+        axes.axhline(0, color="0.6", linewidth=0.8)
+        axes.set_xlabel("t   (0: text, 1: all masked)")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.25)
+    figure.axes[0].legend(frameon=False, title="light : heavy", fontsize=8)
+    name = result["family"]["name"] or "family"
+    title = f"{name}: disagreement{what}, on {result['states']}, {pairs[0]['n']} rows for each t"
+    figure.suptitle(title, fontsize=10)
+    return _save(figure, path)
+
+
+def plot_compare(result: Mapping[str, Any], path: str | Path) -> Path:
+    """Perplexity of every schedule with its interval, and beside it what was saved; entropy is written at each row."""
+    rows: Sequence[Mapping[str, Any]] = sorted(result["rows"], key=lambda row: -row["gen_ppl"])
+    figure = _figure(9.0, 1.4 + 0.34 * len(rows))
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
+    place = np.arange(len(rows))
+    for kind, (colour, marker, label) in KINDS.items():
+        chosen = [k for k, row in enumerate(rows) if row["kind"] == kind]
+        if not chosen:
+            continue
+        x = np.array([rows[k]["gen_ppl"] for k in chosen])
+        ci = np.array([rows[k]["gen_ppl_ci"] for k in chosen], dtype=float)
+        spread = np.abs(ci.T - x)
+        left.errorbar(x, place[chosen], xerr=spread, fmt=marker, color=colour, capsize=3, label=label)
+        saved = [100 * (rows[k]["flops_saved"] or 0) for k in chosen]
+        right.barh(place[chosen], saved, color=colour, height=0.55)
+    names = [f"{row['schedule']}   (entropy {row['entropy']:.2f})" for row in rows]
+    left.set_yticks(place, names, fontsize=8)
+    left.set_xlabel(f"generative perplexity, judge {result['judge']} (lower is better; 95% intervals)")
+    right.set_xlabel("FLOPs saved, %")
+    for axes in (left, right):
+        axes.grid(axis="x", alpha=0.25)
+    left.legend(frameon=False, fontsize=8, loc="best")
+    figure.suptitle(
+        f"{result['family']['name'] or 'family'}: {result['n']} samples each, T = {result['steps']}", fontsize=10
+    )
+    return _save(figure, path)
+
+
+def _figure(width: float, height: float) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("figures need matplotlib: `pip install relaylm[report]`") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Any, path: str | Path) -> Path:
+    target = Path(path).expanduser()
+    try:
+        figure.savefig(target, dpi=160)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot write the figure {target}: {error}") from None
+    return target

@@ -1,0 +1,203 @@
+r"""The likelihood bound of a whole schedule on held-out text, without sampling.
+
+Let the masked share at t be y(t) = 1 - alpha(t). A schedule s with steps t_i -> t_{i-1} defines a generative path, and
+
+    -log p_s(x)  <=  sum_i  rho_i  E_{z ~ q(z_{t_i} | x)}  sum_{masked l} -log p_{s(i)}(x_l | z),
+                     rho_i = (y_i - y_{i-1}) / y_i      the chance that a masked position is written at step i.
+
+Which positions are masked at y is a uniformly random set of m ~ Binomial(L, y) of them. For networks that do not look
+at t only the set matters, so all there is to know of model k and text x is
+
+    c_k(m) = E over sets of m positions of the mean of -log p_k(x_l | rest) over the set,        m = 1 .. L,
+
+one table for each model, and the bound of *every* schedule is a weighted sum of table entries:
+
+    bound_s = sum_k sum_m W_{s,k}(m) c_k(m),
+    W_{s,k}(m) = sum_{i: s(i) = k} rho_i m Bin(m; L, y_i)                        on a grid of T steps,
+    W_{s,k}(m) = sum over k's stretches (y0, y1] of  P(Bin(L, y1) >= m) - P(Bin(L, y0) >= m)       at T = infinity,
+
+the latter since rho becomes dy/y and the integral of m Bin(m; L, y) / y dy is the incomplete beta function. One model
+at every step at T = infinity has W = 1 for every m: the usual bound (see `bound`). The bound is additive over steps
+(`step_costs`), so the best placement of a given number of light steps, in likelihood, is a matter of sorting.
+
+All models see the same sets of positions, so differences of schedules are paired. Estimates are unbiased: sets are
+drawn with m stratified over 1 .. L in each row; short rows can be enumerated exactly instead.
+
+Shapes: N rows, D draws for each, K models, L positions, T steps, M = L + 1 mask counts from 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from relaylm import metrics
+from relaylm.diffusion import LINEAR, Alpha
+from relaylm.errors import UserError
+from relaylm.importance import measure
+from relaylm.plan import uniforms
+from relaylm.schedule import Schedule, Timetable
+
+MOST_SETS = 1 << 12  # up to which sets are enumerated
+
+
+@dataclass(frozen=True)
+class BoundTable:
+    """c_k(m) as it was measured: for every row and draw the size of the set and each model's mean -log p on it."""
+
+    models: tuple[str, ...]
+    length: int
+    m_ND: np.ndarray
+    weight_ND: np.ndarray  # so that sum_d weight f(m) c is an unbiased estimate of sum_m f(m) c(m)
+    c_KND: np.ndarray
+
+    def curve(self) -> np.ndarray:
+        """Mean over rows of each table entry, (K, L + 1); an entry is the sum of its draws' weights times c, over N, so
+        that `curve() @ W` is the estimate. Entries of sizes that were never drawn are 0."""
+        out = np.zeros((len(self.models), self.length + 1))
+        for k, c_ND in enumerate(self.c_KND):
+            np.add.at(out[k], self.m_ND.ravel(), (self.weight_ND * c_ND).ravel() / len(self.m_ND))
+        return out
+
+
+@dataclass(frozen=True)
+class ScheduleBound:
+    """Bits for one symbol, with the 95% interval over rows; `nats_N` are the rows' own totals, for paired
+    differences."""
+
+    bits: float
+    low: float
+    high: float
+    rows: int
+    nats_N: np.ndarray
+
+    @property
+    def perplexity(self) -> float:
+        return 2.0**self.bits
+
+    def to_json(self) -> dict[str, Any]:
+        ci = [metrics.finite(self.low), metrics.finite(self.high)]
+        return {"bits": self.bits, "ci": ci, "perplexity": self.perplexity, "rows": self.rows}
+
+
+def measure_table(
+    models: Mapping[str, Any],
+    tokens_NL: np.ndarray,
+    mask_id: int,
+    *,
+    draws: int | None = 8,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    batch_size: int | None = None,
+) -> BoundTable:
+    """Measure every model on the same random sets of positions of the same rows. `draws=None` takes all 2^L - 1
+    sets."""
+    for name, model in models.items():
+        if getattr(model, "time_conditioning", False):
+            raise UserError(f"{name} looks at the time t, so one table by mask count does not describe it")
+    tokens_NL = np.atleast_2d(tokens_NL)
+    n, length = tokens_NL.shape
+    if draws is None:
+        if 2**length > MOST_SETS:
+            raise UserError(f"rows of {length} positions have too many sets to enumerate: say how many draws")
+        sets = [s for size in range(1, length + 1) for s in itertools.combinations(range(length), size)]
+        masked_DL = np.zeros((len(sets), length), dtype=bool)
+        for d, positions in enumerate(sets):
+            masked_DL[d, list(positions)] = True
+        masked_NDL = np.broadcast_to(masked_DL, (n, *masked_DL.shape))
+        m_ND = masked_NDL.sum(axis=2)
+        weight_ND = 1 / np.array([math.comb(length, m) for m in m_ND[0]])[None].repeat(n, axis=0)
+    else:
+        if draws < 1:
+            raise UserError(f"the number of draws must be at least 1, not {draws}")
+        rows_N = np.arange(n)
+        shift_N = uniforms(seed, rows_N, 1, draw=draws)[:, 0]
+        m_ND = np.ceil((np.arange(draws) + shift_N[:, None]) / draws * length).clip(1, length).astype(np.int64)
+        u_NDL = np.stack([uniforms(seed, rows_N, length, draw) for draw in range(draws)], axis=1)
+        rank_NDL = u_NDL.argsort(axis=2, kind="stable").argsort(axis=2, kind="stable")
+        masked_NDL = rank_NDL < m_ND[:, :, None]
+        weight_ND = np.full((n, draws), length / draws)
+    where = torch.device(device or getattr(next(iter(models.values())), "device", None) or "cpu")
+    masked = masked_NDL.reshape(-1, length)
+    tokens = np.repeat(tokens_NL, m_ND.shape[1], axis=0)
+    found = measure(models, [], tokens, masked, m_ND.ravel() / length, mask_id, device=where, batch_size=batch_size)
+    c_KND = (found.nll_KN / found.count_N).reshape(len(models), *m_ND.shape)
+    return BoundTable(tuple(models), length, m_ND, weight_ND, c_KND)
+
+
+def schedule_bound(
+    table: BoundTable, schedule: Schedule | Timetable, steps: float | None = None, alpha: Alpha = LINEAR
+) -> ScheduleBound:
+    """The bound of a schedule (models' names, no roles) in `steps` steps: its own number if None, or infinity."""
+    weight_KM = schedule_weights(table.models, schedule, steps, table.length, alpha)
+    each_KND = np.stack([weight_M[table.m_ND] for weight_M in weight_KM]) * table.weight_ND * table.c_KND
+    nats_N = each_KND.sum(axis=(0, 2))
+    bits, low, high = (float(v) for v in metrics.mean_interval(nats_N / table.length / math.log(2)))
+    return ScheduleBound(bits, low, high, len(nats_N), nats_N)
+
+
+def schedule_weights(
+    models: Sequence[str], schedule: Schedule | Timetable, steps: float | None, length: int, alpha: Alpha = LINEAR
+) -> np.ndarray:
+    """W_{s,k}(m), (K, L + 1)."""
+    unknown = [name for name in schedule.models if name not in models]
+    if unknown:
+        raise UserError(f"the schedule asks for model {unknown[0]!r}; the table has {', '.join(models)}")
+    out = np.zeros((len(models), length + 1))
+    if steps is not None and math.isinf(steps):
+        if isinstance(schedule, Timetable):
+            raise UserError(f"the timetable has {schedule.steps} steps, but T is infinite")
+        at_least_EM = _at_least(_masked_share([1.0, *schedule.ends], alpha), length)
+        for j, segment in enumerate(schedule.segments):
+            out[list(models).index(segment.model)] += at_least_EM[j] - at_least_EM[j + 1]
+        out[:, 0] = 0  # nothing masked, nothing to pay
+        return out
+    table = schedule if isinstance(schedule, Timetable) else schedule.timetable(None if steps is None else int(steps))
+    rho_M = _step_weights(table.times, length, alpha)
+    for name in table.models:
+        if name not in models:
+            raise UserError(f"the schedule asks for model {name!r}; the table has {', '.join(models)}")
+    index_T = np.array([list(models).index(name) for name in table.models])
+    for k in range(len(models)):
+        out[k] = rho_M[index_T == k].sum(axis=0)
+    return out
+
+
+def step_costs(table: BoundTable, times: Sequence[float], alpha: Alpha = LINEAR) -> np.ndarray:
+    """What each step costs under each model, in nats for a row: (K, T), the masked end first. A schedule's bound is the
+    sum of its steps' entries."""
+    return table.curve() @ _step_weights(times, table.length, alpha).T
+
+
+def _step_weights(times: Sequence[float], length: int, alpha: Alpha) -> np.ndarray:
+    """rho_i m Bin(m; L, y_i), (T, L + 1), the masked end first."""
+    y = _masked_share(times, alpha)
+    rho_T = (y[:-1] - y[1:]) / y[:-1]
+    return rho_T[:, None] * np.arange(length + 1) * _binomial(y[:-1], length)
+
+
+def _masked_share(times: Sequence[float], alpha: Alpha) -> np.ndarray:
+    return 1 - np.asarray(alpha(np.asarray(times, dtype=np.float64)))
+
+
+def _binomial(y_T: np.ndarray, length: int) -> np.ndarray:
+    """Bin(m; L, y), (T, L + 1)."""
+    m = np.arange(length + 1)
+    log_choose = np.array([math.lgamma(length + 1) - math.lgamma(k + 1) - math.lgamma(length - k + 1) for k in m])
+    y = np.asarray(y_T, dtype=np.float64)[:, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # 0 log 0 is 0 here: at y = 1 all are masked, at y = 0 none.
+        on = np.where(m == 0, 0.0, m * np.log(y))
+        off = np.where(m == length, 0.0, (length - m) * np.log1p(-y))
+    return np.exp(log_choose + on + off)
+
+
+def _at_least(y_E: np.ndarray, length: int) -> np.ndarray:
+    """P(Bin(L, y) >= m), (E, L + 1)."""
+    return np.cumsum(_binomial(y_E, length)[:, ::-1], axis=1)[:, ::-1]

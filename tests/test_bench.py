@@ -1,0 +1,187 @@
+"""The benchmark at toy size: its keys, their consistency, its table; and the left-to-right rival."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from relaylm import bench as benchmark
+from relaylm.bench import Decoder, Side, Window, bench, executed_flops, kl_to_fp32, random_network, render
+from relaylm.denoiser import Architecture
+from relaylm.errors import UserError
+from relaylm.plan import make_plan
+from relaylm.sampler import denoise
+from relaylm.schedule import Schedule
+
+KEYS = set(
+    """device reference_ms_per_row_step reference_cache_ms_per_row_step reference_compiled_ms_per_row_step
+engine_ms_per_row_step speedup speedup_light peak_memory_reference peak_memory_engine matmul_tflops fraction_of_limit
+kl_to_fp32 breakdown ar_tokens_per_s shares slope bound_1_over_alpha paper_slip_1_over_1_minus_alpha growth
+trajectory_check machine versions seed command commit settings errors seconds_total""".split()  # noqa: SIM905
+)
+TOY: dict[str, Any] = {
+    "device": "cpu",
+    "depth": (3, 1),
+    "width": 16,
+    "heads": 2,
+    "vocab_size": 130,
+    "length": 16,
+    "steps": 12,
+    "batch_size": 4,
+    "progress": False,
+    "quick": True,
+}
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:  # a compiler takes too long for a quick test
+        patch.setattr(
+            benchmark, "_compiled_step", lambda side: (_ for _ in ()).throw(RuntimeError("no compiler\nat all"))
+        )
+        return bench(**TOY)
+
+
+def test_keys_and_json(result: dict[str, Any]) -> None:
+    assert set(result) >= KEYS
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+    assert set(result["breakdown"]) >= {"blocks", "head", "drawing", "host"}
+    assert set(result["ar_tokens_per_s"]) >= {"batch_1", "best", "best_batch"}
+    assert set(result["machine"]) >= {"platform", "cpu", "gpu"} and set(result["versions"]) == {
+        "python",
+        "torch",
+        "relaylm",
+    }
+
+
+def test_a_part_that_fails_leaves_null_and_a_reason(result: dict[str, Any]) -> None:
+    assert result["reference_compiled_ms_per_row_step"] is None and result["peak_memory_engine"] is None
+    assert result["errors"]["compiled reference"] == "RuntimeError: no compiler"
+    assert set(result["errors"]) == {"compiled reference", "memory"}
+
+
+def test_numbers_agree_with_each_other(result: dict[str, Any]) -> None:
+    assert result["speedup"] == result["reference_ms_per_row_step"] / result["engine_ms_per_row_step"]
+    light = result["reference_light_ms_per_row_step"] / result["engine_light_ms_per_row_step"]
+    assert result["speedup_light"] == light
+    assert 0 < result["fraction_of_limit"] <= 1 and result["matmul_tflops"] > 0
+    assert 0 <= result["kl_to_fp32"] < 1e-9  # float32 against the same network, folded
+    assert math.isclose(sum(result["breakdown"][k] for k in ("blocks", "head", "drawing", "host")), 1)
+    assert math.isclose(result["bound_1_over_alpha"], 1 / result["alpha"])
+    assert result["ar_tokens_per_s"]["best"] >= result["ar_tokens_per_s"]["batch_1"]
+    run = result["engine_runs"]["heavy"]
+    assert run["calls_per_row"] <= 12 and run["rows"] == 4
+    assert math.isclose(np.mean(run["seconds"]) * 1e3 / (4 * 12), result["engine_ms_per_row_step"])
+
+
+def test_shares(result: dict[str, Any]) -> None:
+    shares = result["shares"]
+    assert [e["light_share"] for e in shares] == [k / 10 for k in range(11)]
+    for key in ("flops_saved", "blocks_saved", "light_share_of_calls"):
+        values = [e[key] for e in shares]
+        assert values == sorted(values) and values[0] == 0
+    assert math.isclose(shares[-1]["blocks_saved"], 2 / 3)
+    assert abs(shares[0]["wall_saved"]) < 1e-12
+    low, high = result["slope"]["ci"]
+    assert low <= result["slope"]["value"] <= high
+
+
+def test_growth(result: dict[str, Any]) -> None:
+    growth = result["growth"]
+    assert growth["calls_within_bound"] and [e["rows"] for e in growth["over_rows"]] == [4, 8, 16]
+    assert [e["depth"] for e in growth["over_depth"]] == [1, 2, 3]
+    assert all(e["calls"] <= e["rows"] * e["at_most"] for e in growth["over_rows"] + growth["over_depth"])
+
+
+def test_render(result: dict[str, Any]) -> None:
+    text = render(result)
+    for words in ("3 against 1 blocks", "times faster", "slope of time saved", "1/alpha", "KV cache", "no compiler"):
+        assert words in text
+    empty = dict.fromkeys(KEYS) | {k: result[k] for k in ("settings", "machine", "errors")}
+    assert "MDLM" in render({**empty, "alpha": None, "breakdown_light": None, "engine_tokens_per_s": None})
+
+
+def test_fit_finds_a_line() -> None:
+    fit = benchmark._fit([0, 0.5, 1.0, 0.25], [0.1, 0.45, 0.8, 0.275])
+    assert math.isclose(fit["value"], 0.7) and math.isclose(fit["intercept"], 0.1)
+    assert fit["ci"] == pytest.approx([0.7, 0.7])
+
+
+def test_decoding_with_a_cache_is_the_causal_network() -> None:
+    architecture = Architecture(vocab_size=23, length=9, width=24, depth=3, heads=3, causal=True)
+    network = random_network(architecture, 1).double()
+    tokens_BL = torch.randint(0, 23, (4, 9), generator=torch.Generator().manual_seed(2))
+    full_BLV = network.logits(tokens_BL, torch.ones(4))
+    decoder = Decoder(network, 4, 9)
+    for position in range(9):
+        decoder.token_B.copy_(tokens_BL[:, position])
+        decoder.at.fill_(position)
+        upto = min(9, position + 1 + position % 3)  # buffers beyond the present must not matter
+        assert (decoder.logits(upto) - full_BLV[:, position]).abs().max() < 1e-10
+    assert decoder.generate(1) > 0
+    with pytest.raises(UserError, match="causal"):
+        Decoder(random_network(Architecture(vocab_size=23, length=9, width=24, depth=1, heads=3), 1), 4, 9)
+
+
+def _side(adaln: bool = True) -> Side:
+    architecture = Architecture(vocab_size=40, length=8, width=16, depth=2, heads=2, adaln=adaln)
+    network = random_network(architecture, 3)
+    return Side(network, network.fold(), torch.device("cpu"))
+
+
+def test_folding_is_not_trivial_and_changes_nothing() -> None:
+    side = _side()
+    modulation = side.published.blocks[0].adaLN_modulation
+    assert modulation.weight.abs().min() >= 0 and modulation.weight.std() > 0.01
+    x_BL, t_B = torch.randint(0, 40, (3, 8)), torch.ones(3)
+    assert (side.published.logits(x_BL, t_B) - side.engine.logits(x_BL, t_B)).abs().max() < 1e-4
+
+
+def test_the_compiled_form_is_the_published_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same noise both write the same tokens (not compiled here)."""
+    side = _side()
+    monkeypatch.setattr(torch, "compile", lambda f: f)
+    step = benchmark._compiled_step(side)
+    window = Window(side, 0.5, 10, 4, 64, 8, 0)
+    u_BLV = torch.rand(64, 8, 40, generator=torch.Generator().manual_seed(5))
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: u_BLV)
+    monkeypatch.setattr(torch, "rand_like", lambda *_, **__: u_BLV)
+    t_B = torch.full((64,), 0.5)
+    with torch.inference_mode():
+        mine = step(window.x_BL, t_B, t_B - 0.1)
+        theirs = benchmark.reference.ddpm_step(side, window.x_BL, 0.5, 0.1, 39, window.generator)
+    assert torch.equal(mine, theirs) and not torch.equal(mine, window.x_BL)
+
+
+def test_executed_flops_count_padding() -> None:
+    """Four rows of one free position in calls of three: two calls, six places, K and N as the sampler chose them."""
+    network = random_network(Architecture(vocab_size=40, length=8, width=16, depth=2, heads=2), 3)
+    given = np.zeros(8, dtype=np.int64)
+    given[3] = -1
+    plan = make_plan(4, 8, 0, given)
+    samples = denoise({"m": network}, Schedule.parse("m"), plan, mask_id=39, steps=80, batch_size=3)
+    assert samples.cost.network_calls == 2 and samples.cost.padded_calls == 2
+    head, k = 2 * 16 * 40, 4  # 8/80 expected: room for 0.1 + 5 * sqrt(0.1) + 1, rounded up
+    kept = min(3 * k, math.ceil((3 * 1.05 + 4 * math.sqrt(3 * 1.05)) / 8) * 8)
+    expected = 6 * (network.flops(8, k) - k * head + head * kept / 3)
+    assert math.isclose(executed_flops(network, plan, samples, 3), expected)
+
+
+def test_kl_sees_a_rounded_network() -> None:
+    side = _side()
+    plan = make_plan(4, 8, 0)
+    samples = denoise({"m": side.engine}, Schedule.parse("m"), plan, mask_id=39, steps=8)
+    assert kl_to_fp32(side, samples, 16, 0)["mean"] < 1e-9
+    rounded = Side(side.published, side.published.fold().cast(torch.bfloat16), side.device)
+    assert 1e-9 < kl_to_fp32(rounded, samples, 16, 0)["mean"] < 1e-2
+
+
+@pytest.mark.slow
+def test_with_a_compiler() -> None:
+    found = bench(**TOY)
+    assert (found["reference_compiled_ms_per_row_step"] is None) == ("compiled reference" in found["errors"])

@@ -1,0 +1,324 @@
+"""Schedules side by side: the rivals are there, the costs are the calls' own, and nothing is computed twice."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from relaylm import compare as module
+from relaylm.compare import compare, expected_flops, render, row_costs, steps_within
+from relaylm.denoiser import Architecture, Transformer
+from relaylm.errors import UserError
+from relaylm.family import Family
+from relaylm.sampler import sample
+from relaylm.schedule import Schedule
+from relaylm.store import Store
+from relaylm.tokenizer import Text8Tokenizer
+
+VOCAB, LENGTH = 28, 16
+ROW = "schedule gen_ppl gen_ppl_ci corpus_ppl entropy bound gap_paid blocks_saved flops_saved calls seconds"
+
+
+def network(depth: int, seed: int, causal: bool = False) -> Transformer:
+    model = Transformer(Architecture(VOCAB, LENGTH, width=16, depth=depth, heads=2, causal=causal))
+    model.initialise(torch.Generator().manual_seed(seed)).eval().requires_grad_(False)
+    model.output_layer.linear.weight.data.normal_(0, 0.5, generator=torch.Generator().manual_seed(seed + 100))
+    return model
+
+
+def make_family() -> Family:
+    family = Family({f"{d}b": network(d, d) for d in (4, 10, 12)}, VOCAB - 1, VOCAB, LENGTH, Text8Tokenizer(), "toy")
+    family.judge = network(2, 50, causal=True)
+    return family
+
+
+@pytest.fixture(scope="module")
+def family() -> Family:
+    return make_family()
+
+
+@pytest.fixture(scope="module")
+def result(family: Family) -> dict[str, Any]:
+    return compare(family, ["sandwich", "heavy", "L4 H12"], n=12, progress=False)
+
+
+# ------------------------------------------------------------------------------------------------ what comes back
+
+
+def test_what_comes_back(result: dict[str, Any]) -> None:
+    json.dumps(result, allow_nan=False)
+    rows = result["rows"]
+    assert all(set(ROW.split()) <= set(row) for row in rows)
+    assert [row["schedule"] for row in rows[:4]] == ["sandwich", "heavy", "L4 H12", "light"]
+    assert [row["kind"] for row in rows[:4]] == ["asked", "asked", "asked", "anchor"]
+    assert result["steps"] == 16 and result["judge"] == "own"
+    for row in rows:
+        assert len(row["log_ppls"]) == 12
+        ppl = np.exp(row["log_ppls"])
+        assert row["gen_ppl"] == pytest.approx(ppl.mean())
+        assert row["gen_ppl_ci"][0] <= row["gen_ppl"] <= row["gen_ppl_ci"][1]
+        assert row["unscored"] == 0 and row["seconds"] > 0
+        assert row["rank_ci"][0] <= row["rank"] <= row["rank_ci"][1]
+        assert 0 < row["entropy"] <= math.log(LENGTH)
+        assert {"word_entropy", "distinct_4", "repetition_4"} <= set(row)
+
+
+def test_paired_differences_are_to_the_first_row(result: dict[str, Any]) -> None:
+    rows = {row["schedule"]: np.array(row["log_ppls"]) for row in result["rows"]}
+    assert len(result["paired"]) == len(rows) - 1
+    for item in result["paired"]:
+        assert item["reference"] == "sandwich"
+        assert item["difference"] == pytest.approx((rows[item["schedule"]] - rows["sandwich"]).mean())
+        assert item["ci"][0] <= item["difference"] <= item["ci"][1]
+        assert item["p"] <= item["p_holm"]
+
+
+def test_gap_paid(result: dict[str, Any]) -> None:
+    rows = {row["schedule"]: row for row in result["rows"]}
+    heavy, light = rows["heavy"]["gen_ppl"], rows["light"]["gen_ppl"]
+    if light > heavy:
+        assert rows["heavy"]["gap_paid"] == 0 and rows["light"]["gap_paid"] == 1
+        assert rows["sandwich"]["gap_paid"] == pytest.approx((rows["sandwich"]["gen_ppl"] - heavy) / (light - heavy))
+    else:
+        assert all(row["gap_paid"] is None for row in rows.values())
+
+
+def test_savings(result: dict[str, Any]) -> None:
+    rows = {row["schedule"]: row for row in result["rows"]}
+    assert rows["heavy"]["flops_saved"] == rows["heavy"]["blocks_saved"] == 0
+    assert rows["sandwich"]["blocks_saved"] == pytest.approx(1 / 6)
+    assert rows["10b"]["blocks_saved"] == pytest.approx(1 / 6)
+    assert rows["10b"]["flops_saved"] == pytest.approx(rows["sandwich"]["flops_saved"], abs=0.05)
+    fewer = next(row for row in result["rows"] if row["rival"] == "heavy in fewer steps")
+    assert 0 < fewer["flops_saved"] < 1 and fewer["steps"] < 16
+    assert fewer["blocks_saved"] == pytest.approx(1 - fewer["steps"] / 16)
+
+
+def test_all_rivals_are_there(result: dict[str, Any]) -> None:
+    rivals = {row["rival"]: row for row in result["rows"] if row["kind"] == "rival"}
+    assert set(rivals) == {
+        "one model of middle depth",
+        "heavy in fewer steps",
+        "light steps spread evenly",
+        "light steps placed at random",
+    }
+    # Both mixed schedules have 4 light steps of 16, so they share their rivals.
+    assert all(row["rival_of"] == ["sandwich", "L4 H12"] for row in rivals.values())
+    assert len(result["rivals"]) == 8
+    for name in ("light steps spread evenly", "light steps placed at random"):
+        table = Schedule.parse(rivals[name]["models"]).timetable(16)
+        assert table.models.count("4b") == 4
+
+
+def test_what_was_asked_for_may_be_a_rival(family: Family) -> None:
+    out = compare(family, ["sandwich", "10b"], n=3, progress=False)
+    assert out["rows"][1]["kind"] == "asked" and out["rows"][1]["rival_of"] == ["sandwich"]
+    assert len(out["rivals"]) == 4 and all(item["what"] for item in out["rivals"])
+
+
+def test_rivals_can_be_left_out(family: Family) -> None:
+    out = compare(family, ["sandwich"], n=3, rivals=False, progress=False)
+    assert [row["schedule"] for row in out["rows"]] == ["sandwich", "heavy", "light"]
+    assert "left out" in out["verdict"]
+    alone = compare(family, ["10b"], n=3, progress=False)
+    assert "No mixed schedule" in alone["verdict"]
+
+
+def test_the_first_line_names_the_winner() -> None:
+    """From made-up log-perplexities: a rival that is better, level, or worse."""
+    rng = np.random.default_rng(0)
+    base = rng.normal(2, 0.2, 200)
+
+    def line(shift: float) -> str:
+        logs = np.stack([base, base + shift + rng.normal(0, 0.05, 200)])
+        rows = [
+            {"schedule": name, "kind": kind, "rival": what, "rival_of": of, "flops": 1e9, "entropy": 3.0}
+            for name, kind, what, of in (("mix", "asked", None, []), ("10b", "rival", "one model", ["mix"]))
+        ]
+        return module._verdict({"rows": rows, **module._comparisons(rows, logs)})
+
+    assert line(-0.1).startswith("AN EQUAL-COMPUTE RIVAL WINS against mix. 10b (one model) against mix: -0.1")
+    assert "100.0% of its FLOPs" in line(-0.1)
+    assert "cannot be told apart" in line(0.0)
+    assert line(0.1).startswith("Every equal-compute rival loses")
+
+
+def test_render(result: dict[str, Any]) -> None:
+    text = render(result)
+    lines = text.split("\n")
+    assert lines[0] == result["verdict"]
+    assert sum(line.startswith("≈") for line in lines) == 4
+    assert "entropy" in lines[2] and "gen ppl" in lines[2]
+
+
+# ------------------------------------------------------------------------------------------------ cost
+
+
+@pytest.mark.parametrize("steps", [5, 16, 100, math.inf])
+@pytest.mark.parametrize("schedule", ["L25% H75%", "L25% 10b:50% H25%"])
+def test_row_costs_are_the_samplers_own(family: Family, schedule: str, steps: float) -> None:
+    given = np.full((7, LENGTH), -1)
+    for r in range(7):
+        given[r, :r] = 1
+    samples = sample(family, schedule, 7, steps=steps, seed=3, given=given)
+    drawn = row_costs(samples, family)
+    assert {k: int(c) for k, c in zip(family.names, drawn.calls_nK.sum(axis=0), strict=True) if c} == {
+        k: c for k, c in samples.cost.calls.items() if c
+    }
+    assert drawn.flops_n is not None and drawn.flops_n.sum() == pytest.approx(samples.cost.flops)
+
+
+@pytest.mark.parametrize("steps", [4, 16, 60, math.inf])
+def test_expected_flops(family: Family, steps: float) -> None:
+    schedule = Schedule.parse("4b:25% 12b:75%")
+    samples = sample(family, schedule, 400, steps=steps, seed=1)
+    drawn = row_costs(samples, family)
+    assert drawn.flops_n is not None
+    expected = expected_flops(family.models, schedule, steps, np.full(400, LENGTH), LENGTH)
+    assert expected == pytest.approx(drawn.flops_n.mean(), rel=0.02)
+
+
+def test_steps_within_a_budget(family: Family) -> None:
+    free = np.full(1, LENGTH)
+
+    def cost(steps: int) -> float:
+        return expected_flops(family.models, Schedule.parse("12b"), steps, free, LENGTH)
+
+    for steps in (1, 2, 13, 50):
+        assert steps_within(family.models, "12b", cost(steps) * (1 + 1e-9), free, LENGTH) == steps
+        assert steps_within(family.models, "12b", cost(steps) * 0.999, free, LENGTH) in (steps - 1, None)
+
+
+# ------------------------------------------------------------------------------------------------ conditions
+
+
+def test_prompts(family: Family) -> None:
+    out = compare(family, ["sandwich"], n=5, prompts=["the ", "history of "], rivals=False, progress=False)
+    assert out["conditional"]
+    assert {"gen_ppl_everything", "corpus_ppl_everything"} <= set(out["rows"][0])
+    given = np.full((1, LENGTH), -1)
+    given[0, :4] = family.tokenizer.encode("the ")  # type: ignore[union-attr]
+    ids = compare(family, ["sandwich"], n=5, prompts=given, rivals=False, progress=False)
+    text = compare(family, ["sandwich"], n=5, prompts=["the "], rivals=False, progress=False)
+    assert ids["rows"][0]["log_ppls"] == text["rows"][0]["log_ppls"]
+
+
+def test_infinitely_many_steps(family: Family) -> None:
+    out = compare(family, ["sandwich", "heavy"], n=4, steps=math.inf, progress=False)
+    assert out["steps"] == "inf" and out["rows"][0]["blocks_saved"] is None
+    assert out["rows"][0]["calls"] == 4 * LENGTH
+    assert {row["rival"] for row in out["rows"]} >= {"one model of middle depth", "heavy in fewer steps"}
+
+
+def test_common_random_numbers(family: Family) -> None:
+    """A schedule against itself under two names differs nowhere; equal schedules are one row."""
+    out = compare(family, ["L4 H12", "L25% H75%", "H16"], n=4, rivals=False, progress=False)
+    assert [row["schedule"] for row in out["rows"]] == ["L4 H12", "H16", "light"]
+    again = compare(family, ["H16"], n=8, rivals=False, progress=False, batch_size=3)
+    assert again["rows"][0]["log_ppls"][:4] == pytest.approx(out["rows"][1]["log_ppls"], rel=1e-4)
+
+
+def test_bounds_in_the_table(family: Family) -> None:
+    text = np.random.default_rng(0).integers(0, 27, (10, LENGTH))
+    out = compare(family, ["sandwich"], n=3, rivals=False, bound=True, text=text, progress=False)
+    assert all(row["bound"]["bits"] > 0 for row in out["rows"])
+    assert "bound" in render(out)
+    with pytest.raises(UserError, match="held-out text"):
+        compare(family, ["sandwich"], n=3, bound=True, progress=False)
+
+
+def test_messages(family: Family) -> None:
+    for schedules, n, word in (([], 4, "nothing to compare"), (["heavy"], 1, "at least 2"), (["9b"], 4, "9b")):
+        with pytest.raises(UserError, match=word):
+            compare(family, schedules, n, progress=False)
+
+
+# ------------------------------------------------------------------------------------------------ the store
+
+
+def test_nothing_is_computed_twice(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["sandwich", "10b"]
+    first = compare(family, asked, n=6, rivals=False, store=tmp_path, batch_size=2, progress=False)
+    with monkeypatch.context() as patch:
+        for name in ("sample", "score"):
+            patch.setattr(module, name, lambda *a, **k: pytest.fail("computed again"))
+        again = compare(family, asked, n=6, rivals=False, store=Store(tmp_path), batch_size=2, progress=False)
+        assert again == first
+        patch.setattr(module, "score", score_only)
+        fewer = compare(family, asked, n=4, rivals=False, store=tmp_path, batch_size=2, progress=False)
+        assert fewer["rows"][0]["log_ppls"] == pytest.approx(first["rows"][0]["log_ppls"][:4])
+    drawn = []
+
+    def spy(*arguments: Any, **options: Any) -> Any:
+        drawn.append((options["first_row"], arguments[2]))
+        return sample(*arguments, **options)
+
+    monkeypatch.setattr(module, "sample", spy)
+    more = compare(family, asked, n=9, rivals=False, store=tmp_path, batch_size=2, progress=False)
+    assert set(drawn) == {(6, 3)} and len(drawn) == 4
+    assert more["rows"][0]["log_ppls"][:6] == pytest.approx(first["rows"][0]["log_ppls"])
+    assert more["rows"][0]["calls"] > first["rows"][0]["calls"]
+    drawn.clear()
+    compare(family, asked, n=6, rivals=False, store=tmp_path, batch_size=2, fresh=True, progress=False)
+    assert len(drawn) == 4
+    drawn.clear()
+    compare(family, asked, n=6, seed=1, rivals=False, store=tmp_path, batch_size=2, progress=False)
+    assert len(drawn) == 4  # another seed, another result
+    drawn.clear()
+    compare(family, asked, n=6, rivals=False, store=tmp_path, batch_size=3, progress=False)
+    assert len(drawn) == 4  # another call shape: other bits, perhaps
+    drawn.clear()
+    compare(family, asked, n=6, rivals=False, store=tmp_path, batch_size=1, any_device=True, progress=False)
+    assert drawn == []
+
+
+def score_only(*arguments: Any, **options: Any) -> Any:
+    from relaylm.judge import score
+
+    return score(*arguments, **options)
+
+
+def test_with_and_without_a_store(family: Family, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"n": 5, "progress": False, "rivals": False}
+    stored = compare(family, ["sandwich"], store=tmp_path, **options)
+    plain = compare(family, ["sandwich"], **options)
+    assert [row["log_ppls"] for row in stored["rows"]] == [row["log_ppls"] for row in plain["rows"]]
+    assert [row["flops"] for row in stored["rows"]] == [row["flops"] for row in plain["rows"]]
+
+
+def test_damage_is_passed_on(family: Family, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"n": 3, "progress": False, "rivals": False, "store": tmp_path}
+    first = compare(family, ["sandwich"], **options)
+    data = bytearray((tmp_path / "results.jsonl").read_bytes())
+    data[200] ^= 1
+    (tmp_path / "results.jsonl").write_bytes(data)
+    again = compare(family, ["sandwich"], **options)
+    assert "line 1" in again["store_notes"][0] and "note: " in render(again)
+    assert again["rows"][0]["log_ppls"] == first["rows"][0]["log_ppls"]
+
+
+def test_other_weights_are_another_family(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"n": 3, "progress": False, "rivals": False, "store": tmp_path}
+    family = make_family()
+    first = compare(family, ["heavy"], **options)
+    family.models["12b"].output_layer.linear.bias.data += (
+        torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)) * 5
+    )  # type: ignore[attr-defined]
+    assert compare(family, ["heavy"], **options)["rows"][0]["log_ppls"] != first["rows"][0]["log_ppls"]
+
+
+def test_a_judge_without_a_name_cannot_be_stored(family: Family, tmp_path: Path) -> None:
+    class Uniform:
+        def logits(self, tokens_BL: torch.Tensor, t_B: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(*tokens_BL.shape, VOCAB)
+
+    out = compare(family, ["heavy"], n=3, judge=Uniform(), rivals=False, progress=False)
+    assert out["rows"][0]["gen_ppl"] == pytest.approx(VOCAB)
+    with pytest.raises(UserError, match="cannot be stored"):
+        compare(family, ["heavy"], n=3, judge=Uniform(), store=tmp_path, progress=False)
