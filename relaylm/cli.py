@@ -69,7 +69,7 @@ def depths_type(text: str) -> tuple[int, ...]:
 
 def common(parser: argparse.ArgumentParser, seed: bool = True, device: bool = True) -> None:
     if seed:
-        parser.add_argument("--seed", type=natural, default=0, help="the same seed gives the same samples (default 0)")
+        parser.add_argument("--seed", type=natural, default=0, help="the same seed gives the same result (default 0)")
     if device:
         parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
@@ -106,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--schedule", default="heavy", help=SCHEDULE_HELP)
     p.add_argument("-n", "--n", type=positive, default=1, help="number of samples (default 1)")
     p.add_argument(
-        "--steps", "-T", type=steps_type, help="denoising steps, or inf (default: the schedule's own, or the length)"
+        "-T", "--steps", type=steps_type, help="denoising steps, or inf (default: the schedule's own, or the length)"
     )
     p.add_argument("--length", type=positive, help="positions in a sample (default: the family's)")
     p.add_argument("--prompt", help="text at the front, kept as it is")
@@ -149,7 +149,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--holdout", type=float, default=0.02, help="share at the end that is never trained on (default 0.02)"
     )
-    p.add_argument("--licence", default="", help="of the text; goes into model cards")
+    p.add_argument("--license", default="", help="of the text; goes into model cards")
     common(p, seed=False, device=False)
 
     p = command("train", run_train, "train a family", "relaylm train corpus out --preset wiki-char")
@@ -161,7 +161,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--judge", type=positive, help="blocks of a left-to-right judge")
     p.add_argument("--name", help="the family's name")
     p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any other number of the recipe")
-    p.add_argument("--force", action="store_true", help="start over where settings differ from the run that is there")
+    p.add_argument("--force", action="store_true", help="go on from the run that is there although settings differ")
     common(p, seed=False)
 
     p = command("bound", run_bound, "likelihood bound on a text", "relaylm bound --text heldout.txt")
@@ -189,7 +189,7 @@ def build_parser() -> argparse.ArgumentParser:
     common(p, seed=False, device=False)
 
     p = command("bench", run_bench, "speed against MDLM's own sampler, in one run", "relaylm bench --json bench.json")
-    family_flag(p)
+    p.add_argument("--family", help="take the weights from here (default: random ones)")
     p.add_argument("--depths", type=depths_type, default=(12, 4), help="blocks of the heavy and the light model (12,4)")
     p.add_argument("--width", type=positive, help="default 768 on CUDA, 256 on a CPU")
     p.add_argument("--vocab-size", type=positive, default=50258, help="default 50258")
@@ -359,7 +359,7 @@ def run_prepare(args: argparse.Namespace) -> dict[str, Any]:
         packing=args.packing,
         length=args.length,
         holdout=args.holdout,
-        licence=args.licence,
+        licence=args.license,
         progress=sys.stderr.isatty(),
     )
     note(f"{folder}: {len(corpus.train):,} tokens to train on, {len(corpus.heldout):,} held out")
@@ -390,7 +390,8 @@ def run_train(args: argparse.Namespace) -> dict[str, Any]:
         command=command,
         **overrides,
     )
-    note(f"the family is in {family}: relaylm sample --family {family}")
+    if os.environ.get("RANK", "0") == "0":  # under torchrun, one process speaks
+        note(f"the family is in {family}: relaylm sample --family {family}")
     return {"family": str(family)}
 
 
@@ -525,10 +526,13 @@ def default_family(source: str | None) -> str:
 
     if source is not None:
         return source
-    names = bundled()
-    if not names:
+    if names := bundled():
+        return names[0]
+    from relaylm.demo import trained
+
+    if (folder := trained()) is None:
         raise UserError("no family is bundled with this version: name one with --family, or run `relaylm demo` first")
-    return names[0]
+    return str(folder)
 
 
 def load_family(args: argparse.Namespace) -> Any:
@@ -575,27 +579,29 @@ def write_json(path: str, value: Any) -> None:
 
 def apply_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     """Flags, with values from --config FILE where the command line is silent."""
-    args = parser.parse_args(argv)
-    if getattr(args, "config", None) is None:
-        return args
-    path = Path(args.config).expanduser()
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    config = finder.parse_known_args(argv)[0].config
+    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
+    if config is None or not argv or argv[0] not in commands:
+        return parser.parse_args(argv)
+    path = Path(config).expanduser()
     try:
         values = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"cannot read {path}: {reason(error)}") from None
-    choices = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
-    sub = choices[args.command]
-    flags = {action.option_strings[-1].lstrip("-"): action for action in sub._actions if action.option_strings}
+    flags = {a.option_strings[-1].lstrip("-"): a for a in commands[argv[0]]._actions if a.option_strings}
     known = {name: flag for name, flag in flags.items() if name not in ("help", "config")}
     words = []
     for name, value in values.items():
         action = known.get(name.replace("_", "-"))
         if action is None:
-            raise UserError(f"{path} sets {name!r}, which relaylm {args.command} does not have: {', '.join(known)}")
+            raise UserError(f"{path} sets {name!r}, which relaylm {argv[0]} does not have: {', '.join(known)}")
         if isinstance(action, argparse._StoreTrueAction):
             words += [action.option_strings[-1]] if value is True else []
         else:
-            words += [f"{action.option_strings[-1]}={value}"]
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            words += [f"{action.option_strings[-1]}={text}"]
     # The command line comes last, so it wins.
     return parser.parse_args([argv[0], *words, *argv[1:]])
 
@@ -607,7 +613,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.json is not None:
             check_writable(args.json)
         result = args.run(args)
-        if args.json is not None:
+        if args.json is not None and os.environ.get("RANK", "0") == "0":
             config = {key: value for key, value in vars(args).items() if key not in ("run", "json", "config")}
             write_json(args.json, {"relaylm": __version__, "config": config, **(result or {})})
     except UserError as error:

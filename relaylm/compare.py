@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 RANDOM_SEED = 1  # of the rival with randomly placed light steps
 CHUNK = 64  # rows in a record, at least
+SCORES = ("nll", "count", "written_nll", "written_count", "cut")
 SLACK = 1e-9  # relative; expected operations are exact but for rounding
 
 
@@ -133,8 +134,7 @@ def compare(
     log_Sn: list[np.ndarray] = []
     for entry, likelihood in zip(entries, bounds, strict=True):
         bar.set_description(entry.label[:30])
-        drawn = work.draw(entry, bar.update)
-        row, log_n = work.measure(entry, drawn)
+        row, log_n = work.row(entry, bar.update)
         rows.append({**row, "bound": likelihood})
         log_Sn.append(log_n)
     bar.close()
@@ -340,141 +340,145 @@ class _Work:
 
     def __post_init__(self) -> None:
         if self.store is not None:
-            self.family_key = _family_key(self.family)
+            self.model_keys = {name: _model_key(self.family, name) for name in self.family.names}
             if self.judge.key.startswith("unnamed:"):
                 raise UserError(f"scores of the judge {self.judge.name} cannot be stored: its weights are not known")
 
-    def draw(self, entry: Entry, done: Any = lambda k: None) -> Drawn:
-        """All rows of an entry, in pieces, each taken from the store or drawn and put there."""
-        n, parts = len(self.given_nL), []
-        size = max(CHUNK, 4 * self.batch)
+    @property
+    def same_given(self) -> bool:
+        """Is the same given in every row? Then a record's rows mean the same whatever n was."""
+        return not (self.given_nL != self.given_nL[0]).any()
+
+    def row(self, entry: Entry, done: Any = lambda k: None) -> tuple[dict[str, Any], np.ndarray]:
+        """One row of the table, and the log-perplexity of each sample: in pieces, each taken from the store or drawn,
+        judged and put there."""
+        n, size = len(self.given_nL), max(CHUNK, 4 * self.batch)
         stored = self._stored(entry)
+        parts: list[Drawn] = []
+        scores: list[dict[str, np.ndarray]] = []
         at = 0
         while at < n:
-            part = next((p for first, p in stored if first == at), None)
-            if part is not None:
-                part = _head(part, n - at)
-            else:
-                later = [first for first, _ in stored if first > at]
-                stop = min([n, at + size, *later])
-                part = self._sample(entry, at, stop)
-            parts.append(part)
-            at += len(part.tokens_nL)
-            done(len(part.tokens_nL))
-        return Drawn.join(parts)
+            part = stored.get(at)
+            if part is None:
+                part = self._sample(entry, at, min([n, at + size, *(first for first in stored if first > at)]))
+            found = self._score(entry, at, part)
+            rows = min(n - at, len(part.tokens_nL))
+            parts.append(_head(part, rows))
+            scores.append({name: array[:rows] for name, array in found.items()})
+            at += rows
+            done(rows)
+        joined = {name: np.concatenate([found[name] for found in scores]) for name in scores[0]}
+        return self._figures(entry, Drawn.join(parts), joined)
 
     def _sample(self, entry: Entry, start: int, stop: int) -> Drawn:
+        rows = stop - start
         samples = sample(
             self.family,
             entry.schedule,
-            stop - start,
+            rows,
             steps=entry.steps,
             seed=self.seed,
             given=self.given_nL[start:stop],
-            batch_size=min(self.batch, stop - start),
+            batch_size=min(self.batch, rows),
             first_row=start,
             heavy=self.heavy,
         )
         drawn = row_costs(samples, self.family)
         if self.store is not None:
-            law, made = self._sampling(entry), self._made()
             record = {
-                "law": law,
-                "made": made,
+                "law": self._law(entry),
+                "made": self._made(rows),
+                "given": _hash(self._given(start, rows)),
                 "schedule": str(entry.schedule),
                 "steps": _steps(entry.steps),
                 "first_row": start,
-                "rows": stop - start,
-                **_pack(drawn),
+                "rows": rows,
             }
-            key = _content_key("samples", law, made, start, stop - start)
-            self.store.put(key, {"kind": "samples", **record}, replace=self.fresh)
+            key = _content_key("samples", record)
+            packed = {"kind": "samples", **record, **_pack(drawn, self.family.names)}
+            self.store.put(key, packed, replace=self.fresh)
         return drawn
 
-    def _stored(self, entry: Entry) -> list[tuple[int, Drawn]]:
-        """(first row, rows) of what is there, by first row; the longest where several start at one."""
+    def _stored(self, entry: Entry) -> dict[int, Drawn]:
+        """Samples that are there, by their first row; the longest where several start at one."""
         if self.store is None or self.fresh:
-            return []
-        law, made = self._sampling(entry), self._made()
+            return {}
         found: dict[int, Drawn] = {}
-        for record in self.store.records("samples", law=law):
-            same = record["made"] == made or self.any_device
-            if not same or (
-                record["first_row"] in found and len(found[record["first_row"]].tokens_nL) > record["rows"]
-            ):
+        for record in self.store.records("samples", law=self._law(entry)):
+            first, rows = record["first_row"], record["rows"]
+            if first >= len(self.given_nL) or (first in found and len(found[first].tokens_nL) > rows):
                 continue
-            rows = slice(record["first_row"], record["first_row"] + record["rows"])
-            if rows.start >= len(self.given_nL):
+            if not self.same_given and first + rows > len(self.given_nL):
                 continue
-            found[rows.start] = _unpack(record, self.given_nL.shape[1], len(self.family.names))
-        return sorted(found.items())
+            if record["given"] != _hash(self._given(first, rows)):
+                continue
+            if self.any_device or record["made"] == self._made(rows):
+                found[first] = _unpack(record, self.given_nL.shape[1], self.family.names)
+        return found
 
-    def _sampling(self, entry: Entry) -> str:
-        """A hash of everything that fixes the law of the samples and their plan, but for the rows' numbers."""
-        given = self.given_nL
-        constant = given if (given != given[0]).any() else given[:1]
-        return _content_key(
-            "law",
-            self.family_key,
-            entry.schedule.to_json(),
-            _steps(entry.steps),
-            given.shape[1],
-            self.seed,
-            _hash(constant),
-        )
+    def _given(self, start: int, rows: int) -> np.ndarray:
+        if self.same_given:
+            return np.broadcast_to(self.given_nL[0], (rows, self.given_nL.shape[1]))
+        return self.given_nL[start : start + rows]
 
-    def _made(self) -> dict[str, Any]:
+    def _law(self, entry: Entry) -> str:
+        """A hash of what fixes the law of the samples and their plan, but for the rows' numbers and what is given."""
+        weights = {name: self.model_keys[name] for name in entry.schedule.models}
+        length = self.given_nL.shape[1]
+        schedule = entry.schedule.to_json()
+        return _content_key("law", weights, self.family.mask_id, schedule, _steps(entry.steps), length, self.seed)
+
+    def _made(self, rows: int) -> dict[str, Any]:
         """What fixes the bits beyond the law: device, number type, call shape, version."""
         device = self.family.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         stored = self.family.stored
         dtype = str(stored.dtype).removeprefix("torch.") if stored is not None else "as given"
-        return {"device": name, "dtype": dtype, "batch": self.batch, "torch": str(torch.__version__)}
+        return {"device": name, "dtype": dtype, "batch": min(self.batch, rows), "torch": str(torch.__version__)}
 
-    def measure(self, entry: Entry, drawn: Drawn) -> tuple[dict[str, Any], np.ndarray]:
-        """One row of the table, and the log-perplexity of each sample."""
-        tokens_nL, free_nL = drawn.tokens_nL, self.given_nL < 0
-        tokenizer = self.family.tokenizer
-        texts = [] if tokenizer is None else [tokenizer.decode(row) for row in tokens_nL]
-        key = None
-        record = None
+    def _score(self, entry: Entry, start: int, part: Drawn) -> dict[str, np.ndarray]:
+        """The judge's sums for the rows of a piece, from the store or anew."""
+        tokens_nL = part.tokens_nL
+        given_nL = self._given(start, len(tokens_nL))
+        prompts = None
+        if self.prompts is not None:
+            prompts = self.prompts[start : start + len(tokens_nL)]
+            prompts += self.prompts[:1] * (len(tokens_nL) - len(prompts))  # beyond n they are all the same
+        key = record = None
         if self.store is not None:
-            prompts = None if self.prompts is None else _hash(np.frombuffer("\0".join(self.prompts).encode(), np.uint8))
-            what = [_hash(tokens_nL), _hash(self.given_nL), prompts, self.judge.key, self.recipe, tokens_nL.shape[1]]
+            what = [_hash(tokens_nL), _hash(given_nL), prompts, self.judge.key, self.recipe, self.family.length]
             key = _content_key("scores", what)
             record = None if self.fresh else self.store.get(key)
         if record is None:
+            tokenizer = self.family.tokenizer
+            texts = [] if tokenizer is None else [tokenizer.decode(row) for row in tokens_nL]
             scores = score(
-                self.judge,
-                tokens_nL,
-                texts,
-                self.given_nL,
-                self.prompts,
-                recipe=self.recipe,
-                max_length=self.family.length,
+                self.judge, tokens_nL, texts, given_nL, prompts, recipe=self.recipe, max_length=self.family.length
             )
-            arrays = {
-                "nll": scores.nll_n,
-                "count": scores.count_n,
-                "written_nll": scores.written_nll_n,
-                "written_count": scores.written_count_n,
-                "cut": scores.cut_n,
-            }
-            record = {name: array.tolist() for name, array in arrays.items()}
+            record = {name: getattr(scores, f"{name}_n").tolist() for name in SCORES}
             if self.store is not None and key is not None:
-                about = {"schedule": str(entry.schedule), "steps": _steps(entry.steps), "judge": self.judge.name}
-                self.store.put(key, {"kind": "scores", **about, "recipe": self.recipe, **record}, replace=self.fresh)
-        nll_n, count_n = np.array(record["written_nll"]), np.array(record["written_count"])
+                about = {"schedule": str(entry.schedule), "steps": _steps(entry.steps), "first_row": start}
+                about |= {"judge": self.judge.name, "recipe": self.recipe}
+                self.store.put(key, {"kind": "scores", **about, **record}, replace=self.fresh)
+        return {name: np.array(record[name]) for name in SCORES}
+
+    def _figures(
+        self, entry: Entry, drawn: Drawn, scores: Mapping[str, np.ndarray]
+    ) -> tuple[dict[str, Any], np.ndarray]:
+        tokens_nL, free_nL = drawn.tokens_nL, self.given_nL < 0
+        nll_n, count_n = scores["written_nll"], scores["written_count"]
         figures = metrics.perplexity(nll_n, count_n)
         if not free_nL.all():
-            everything = metrics.perplexity(np.array(record["nll"]), np.array(record["count"]))
+            everything = metrics.perplexity(scores["nll"], scores["count"])
             names = ("gen_ppl", "gen_ppl_ci", "corpus_ppl", "corpus_ppl_ci")
             figures |= {name.replace("_ppl", "_ppl_everything"): everything[name] for name in names}
         written = [row[free] for row, free in zip(tokens_nL, free_nL, strict=True)]
-        continuations = texts
+        tokenizer = self.family.tokenizer
+        texts = [] if tokenizer is None else [tokenizer.decode(row) for row in tokens_nL]
         if texts and self.prompts is not None:
-            continuations = [text[len(prompt) :] for text, prompt in zip(texts, self.prompts, strict=True)]
+            texts = [text[len(prompt) :] for text, prompt in zip(texts, self.prompts, strict=True)]
         log_n = np.where(count_n > 0, nll_n / np.maximum(count_n, 1), math.nan)
+        calls_K = drawn.calls_nK.sum(axis=0)
         row = {
             "schedule": entry.label,
             "kind": entry.kind,
@@ -483,12 +487,10 @@ class _Work:
             "models": str(entry.schedule),
             "steps": _steps(entry.steps),
             **figures,
-            "cut_tokens": int(sum(record["cut"])),
-            **metrics.describe_texts(written, continuations),
-            "calls": int(drawn.calls_nK.sum()),
-            "calls_by_model": {
-                k: int(c) for k, c in zip(self.family.names, drawn.calls_nK.sum(axis=0), strict=True) if c
-            },
+            "cut_tokens": int(scores["cut"].sum()),
+            **metrics.describe_texts(written, texts),
+            "calls": int(calls_K.sum()),
+            "calls_by_model": {name: int(c) for name, c in zip(self.family.names, calls_K, strict=True) if c},
             "flops": None if drawn.flops_n is None else float(drawn.flops_n.sum()),
             "seconds": drawn.seconds,
             "log_ppls": [metrics.finite(value) for value in log_n],
@@ -713,15 +715,15 @@ def _content_key(*parts: Any) -> str:
     return content_key(*parts)
 
 
-def _family_key(family: Family) -> str:
-    if family.digest is not None:
-        return family.digest
-    parts = []
-    for name, model in family.models.items():
-        if not isinstance(model, torch.nn.Module):
-            raise UserError(f"samples of {name} cannot be stored: a {type(model).__name__} has no weights to hash")
-        parts.append((name, weights_digest(model)))
-    return _content_key(parts, family.mask_id, family.vocab_size)
+def _model_key(family: Family, name: str) -> str:
+    """A hash of one model: of its files as stored, or of its weights in memory."""
+    if family.stored is not None:
+        entry = family.stored.manifest["models"][name]
+        return _content_key(entry["architecture"], sorted(entry["files"].values()))
+    model = family.models[name]
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(f"samples of {name} cannot be stored: a {type(model).__name__} has no weights to hash")
+    return weights_digest(model)
 
 
 def _hash(array: np.ndarray) -> str:
@@ -747,20 +749,21 @@ def _head(part: Drawn, rows: int) -> Drawn:
     )
 
 
-def _pack(drawn: Drawn) -> dict[str, Any]:
+def _pack(drawn: Drawn, names: Sequence[str]) -> dict[str, Any]:
     """Tokens as base64 of little-endian 32-bit integers; the rest as lists."""
     return {
         "tokens": base64.b64encode(drawn.tokens_nL.astype("<i4").tobytes()).decode(),
-        "calls": drawn.calls_nK.tolist(),
+        "calls": {name: calls.tolist() for name, calls in zip(names, drawn.calls_nK.T, strict=True) if calls.any()},
         "flops": None if drawn.flops_n is None else drawn.flops_n.tolist(),
         "seconds": drawn.seconds,
     }
 
 
-def _unpack(record: Mapping[str, Any], length: int, models: int) -> Drawn:
+def _unpack(record: Mapping[str, Any], length: int, names: Sequence[str]) -> Drawn:
     tokens = np.frombuffer(base64.b64decode(record["tokens"]), dtype="<i4").astype(np.int64).reshape(-1, length)
     flops = None if record["flops"] is None else np.array(record["flops"], dtype=np.float64)
-    calls = np.array(record["calls"], dtype=np.int64).reshape(-1, models)
+    none = [0] * len(tokens)
+    calls = np.array([record["calls"].get(name, none) for name in names], dtype=np.int64).T
     return Drawn(tokens, calls, flops, float(record["seconds"]))
 
 

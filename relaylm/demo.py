@@ -38,9 +38,7 @@ def demo(source: str | None, prompt: str | None, seed: int, device: str) -> dict
         saved = "" if cost.flops_saved is None else f"{100 * cost.flops_saved:.1f}%"
         print(f"{title:<26}{calls:>18}{cost.flops or 0:>10.2e}{saved:>8}{cost.seconds:>9.2f}")
     if tiny:
-        print(
-            "\nThis family was trained in a minute on this project's own source text, to show the mechanism, not quality."
-        )
+        print("\nThis family was trained in a minute on this project's own source text: it shows the mechanism only.")
     return {"prompt": prompt, "family": family.name, "samples": {title: s.to_json() for title, s in columns}}
 
 
@@ -53,22 +51,30 @@ def project_text() -> str:
     return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
+def _home() -> Path:
+    text = project_text()
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "relaylm"
+    return cache / f"demo-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def trained() -> Path | None:
+    """The tiny family, if it has been trained."""
+    family = _home() / "out" / "family"
+    return family if (family / "family.json").is_file() else None
+
+
 def tiny_family() -> Path:
     """The tiny family, trained on first use and kept under the user's cache folder."""
     from relaylm.corpus import prepare
     from relaylm.train import train_family
 
-    text = project_text()
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "relaylm"
-    folder = cache / f"demo-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    if not (folder / "out" / "family" / "family.json").is_file():
-        print(
-            "No family is bundled: training a tiny one on this project's own text (about a minute)...", file=sys.stderr
-        )
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "text.txt").write_text(text, encoding="utf-8")
-        prepare([folder / "text.txt"], folder / "corpus", tokenizer="text8", progress=False)
-        train_family(
-            folder / "corpus", folder / "out", "tiny-cpu", device="cpu", name="demo", progress=sys.stderr.isatty()
-        )
-    return folder / "out" / "family"
+    if (family := trained()) is not None:
+        return family
+    print("No family is bundled: training a tiny one on this project's own text (about a minute)...", file=sys.stderr)
+    home = _home()
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "text.txt").write_text(project_text(), encoding="utf-8")
+    prepare([home / "text.txt"], home / "corpus", tokenizer="text8", progress=False)
+    return train_family(
+        home / "corpus", home / "out", "tiny-cpu", device="cpu", name="demo", progress=sys.stderr.isatty()
+    )

@@ -79,6 +79,7 @@ def measure(
     rows, length = tokens_NL.shape
     batch = batch_size or max(1, (32_768 if where.type == "cuda" else 4096) // length)
     nll_KN, kl_PN = np.zeros((len(names), rows)), np.zeros((len(pairs), rows))
+    exact = torch.float32 if where.type == "mps" else torch.float64  # which MPS does not have
     with settings(where):
         for start in range(0, rows, batch):
             part = slice(start, min(rows, start + batch))
@@ -88,8 +89,8 @@ def measure(
             noisy_BL = torch.where(masked_BL, mask_id, tokens_BL)
             heads = [_head(model, noisy_BL, t_B) for model in models.values()]
             flat_F = masked_BL.flatten().nonzero()[:, 0]
-            nll_KB = torch.zeros(len(names), len(tokens_BL), dtype=torch.float64, device=where)
-            kl_PB = torch.zeros(len(pairs), len(tokens_BL), dtype=torch.float64, device=where)
+            nll_KB = torch.zeros(len(names), len(tokens_BL), dtype=exact, device=where)
+            kl_PB = torch.zeros(len(pairs), len(tokens_BL), dtype=exact, device=where)
             vocab = max(int(getattr(model, "vocab_size", 256)) for model in models.values())
             size = max(1, (2**28 if where.type == "cuda" else 2**22) // (vocab * len(names)))
             for at in range(0, len(flat_F), size):
@@ -125,7 +126,7 @@ def _log_p(logits_MV: Tensor, mask_id: int) -> Tensor:
 def _kl(log_p_MV: Tensor, log_q_MV: Tensor) -> Tensor:
     """KL(p || q) for each row; where p is 0 nothing is added, also if q is 0 too."""
     p_MV = log_p_MV.exp()
-    return torch.where(p_MV > 0, p_MV * (log_p_MV - log_q_MV), 0.0).sum(dim=-1).double()
+    return torch.where(p_MV > 0, p_MV * (log_p_MV - log_q_MV), 0.0).sum(dim=-1)
 
 
 # ------------------------------------------------------------------------------------------------ the curves

@@ -256,7 +256,7 @@ def _nll_by_pieces(model: Transformer, hidden_BLD: Tensor, ids_BL: Tensor, cells
 def _cross_entropy(logits_XV: Tensor, target_X: Tensor) -> Tensor:
     logits = logits_XV if logits_XV.dtype == torch.float64 else logits_XV.float()
     flat = F.cross_entropy(logits.flatten(0, -2), target_X.flatten(), reduction="none")
-    return flat.view(target_X.shape).double()
+    return (flat.cpu() if flat.device.type == "mps" else flat).view(target_X.shape).double()
 
 
 def _own_network(family: Family) -> Transformer:

@@ -169,7 +169,7 @@ def make_events(plan: Plan, times: Sequence[float] | None, alpha: Alpha = LINEAR
 
 def _exponential(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Exp(1) from two 32-bit words, float64. v is fine-grained near 0, where E = -log(1 - v) is small and races are
-    won: 2^-65 is the smallest E, so tokens of any probability that a float64 softmax can hold keep their chance."""
+    won: E can be as small as 2^-65, so tokens of any probability that a float64 softmax can hold keep their chance."""
     v = high.double() * 2.0**-32 + (low.double() + 0.5) * 2.0**-64
     return -torch.log1p(-v.clamp_max(1 - 2.0**-53))
 

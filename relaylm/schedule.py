@@ -494,7 +494,7 @@ def random_placement(seed: int, share: ShareLike = Fraction(1, 4)) -> Schedule:
 
 def hand_made() -> dict[str, Schedule]:
     """The paper's seven schedules with 25% light steps (and none, and all), in the paper's order."""
-    quarters = {f"quarter-{k}": quarter(k) for k in (1, 2, 3, 4)}
+    quarters = {f"quarter:{k}": quarter(k) for k in (1, 2, 3, 4)}
     return {"light": light(), **quarters, "sandwich": sandwich(), "heavy": heavy()}
 
 

@@ -27,7 +27,7 @@ FLAGS = {
     | {"--watch", "--device"},
     "info": COMMON,
     "ls": COMMON,
-    "prepare": COMMON | {"--tokenizer", "--packing", "--length", "--holdout", "--licence"},
+    "prepare": COMMON | {"--tokenizer", "--packing", "--length", "--holdout", "--license"},
     "train": COMMON | {"--preset", "--depths", "--twin", "--judge", "--name", "--set", "--force", "--device"},
     "bound": COMMON | {"--family", "--text", "--model", "--rows", "--draws", "--seed", "--device"},
     "convert": COMMON

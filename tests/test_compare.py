@@ -16,9 +16,9 @@ from relaylm.compare import compare, expected_flops, render, row_costs, steps_wi
 from relaylm.denoiser import Architecture, Transformer
 from relaylm.errors import UserError
 from relaylm.family import Family
+from relaylm.judge import score
 from relaylm.sampler import sample
 from relaylm.schedule import Schedule
-from relaylm.store import Store
 from relaylm.tokenizer import Text8Tokenizer
 
 VOCAB, LENGTH = 28, 16
@@ -242,46 +242,69 @@ def test_messages(family: Family) -> None:
 # ------------------------------------------------------------------------------------------------ the store
 
 
-def test_nothing_is_computed_twice(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ["sandwich", "10b"]
-    first = compare(family, asked, n=6, rivals=False, store=tmp_path, batch_size=2, progress=False)
-    with monkeypatch.context() as patch:
-        for name in ("sample", "score"):
-            patch.setattr(module, name, lambda *a, **k: pytest.fail("computed again"))
-        again = compare(family, asked, n=6, rivals=False, store=Store(tmp_path), batch_size=2, progress=False)
-        assert again == first
-        patch.setattr(module, "score", score_only)
-        fewer = compare(family, asked, n=4, rivals=False, store=tmp_path, batch_size=2, progress=False)
-        assert fewer["rows"][0]["log_ppls"] == pytest.approx(first["rows"][0]["log_ppls"][:4])
-    drawn = []
+class Counting:
+    """`sample` and `score` of the module, with a list of the rows that each was asked for."""
 
-    def spy(*arguments: Any, **options: Any) -> Any:
-        drawn.append((options["first_row"], arguments[2]))
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.sampled: list[tuple[int, int]] = []
+        self.scored: list[int] = []
+        patch.setattr(module, "sample", self.sample)
+        patch.setattr(module, "score", self.score)
+
+    def sample(self, *arguments: Any, **options: Any) -> Any:
+        self.sampled.append((options["first_row"], arguments[2]))
         return sample(*arguments, **options)
 
-    monkeypatch.setattr(module, "sample", spy)
-    more = compare(family, asked, n=9, rivals=False, store=tmp_path, batch_size=2, progress=False)
-    assert set(drawn) == {(6, 3)} and len(drawn) == 4
-    assert more["rows"][0]["log_ppls"][:6] == pytest.approx(first["rows"][0]["log_ppls"])
+    def score(self, *arguments: Any, **options: Any) -> Any:
+        self.scored.append(len(arguments[1]))
+        return score(*arguments, **options)
+
+    def take(self) -> tuple[list[tuple[int, int]], list[int]]:
+        seen, self.sampled, self.scored = (self.sampled, self.scored), [], []
+        return seen
+
+
+@pytest.mark.parametrize("prompts", [None, ["a ", "of ", "the "]])
+def test_nothing_is_computed_twice(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: list[str] | None
+) -> None:
+    counting = Counting(monkeypatch)
+
+    def run(n: int, batch_size: int = 2, **options: Any) -> dict[str, Any]:
+        return compare(
+            family,
+            ["sandwich", "10b"],  # and light and heavy: four rows
+            n,
+            rivals=False,
+            store=tmp_path,
+            prompts=prompts,
+            batch_size=batch_size,
+            progress=False,
+            **options,
+        )
+
+    first = run(6)
+    assert counting.take() == ([(0, 6)] * 4, [6] * 4)
+    assert run(6) == first
+    assert counting.take() == ([], [])
+    more = run(9)
+    assert counting.take() == ([(6, 3)] * 4, [3] * 4)
+    assert more["rows"][0]["log_ppls"][:6] == first["rows"][0]["log_ppls"]
     assert more["rows"][0]["calls"] > first["rows"][0]["calls"]
-    drawn.clear()
-    compare(family, asked, n=6, rivals=False, store=tmp_path, batch_size=2, fresh=True, progress=False)
-    assert len(drawn) == 4
-    drawn.clear()
-    compare(family, asked, n=6, seed=1, rivals=False, store=tmp_path, batch_size=2, progress=False)
-    assert len(drawn) == 4  # another seed, another result
-    drawn.clear()
-    compare(family, asked, n=6, rivals=False, store=tmp_path, batch_size=3, progress=False)
-    assert len(drawn) == 4  # another call shape: other bits, perhaps
-    drawn.clear()
-    compare(family, asked, n=6, rivals=False, store=tmp_path, batch_size=1, any_device=True, progress=False)
-    assert drawn == []
-
-
-def score_only(*arguments: Any, **options: Any) -> Any:
-    from relaylm.judge import score
-
-    return score(*arguments, **options)
+    fewer = run(4)
+    # Where every row has the same beginning, four of six rows are those of a run of four.
+    assert counting.take() == (([], []) if prompts is None else ([(0, 4)] * 4, [4] * 4))
+    assert fewer["rows"][0]["log_ppls"] == pytest.approx(first["rows"][0]["log_ppls"][:4], rel=1e-5)
+    run(6, seed=1)
+    assert counting.take() == ([(0, 6)] * 4, [6] * 4)  # another seed, another result
+    run(6, batch_size=3)
+    assert counting.take()[0] == [(0, 6)] * 4  # another call shape: other bits, perhaps
+    run(6, batch_size=1, any_device=True)
+    assert counting.take() == ([], [])
+    run(6, judge=network(1, 70, causal=True))
+    assert counting.take() == ([], [6] * 4)  # a second judge reads the same samples
+    run(6, fresh=True)
+    assert counting.take() == ([(0, 6)] * 4, [6] * 4)
 
 
 def test_with_and_without_a_store(family: Family, tmp_path: Path) -> None:
@@ -311,6 +334,15 @@ def test_other_weights_are_another_family(tmp_path: Path) -> None:
         torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)) * 5
     )  # type: ignore[attr-defined]
     assert compare(family, ["heavy"], **options)["rows"][0]["log_ppls"] != first["rows"][0]["log_ppls"]
+
+
+def test_figures(result: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from relaylm.report import plot_compare
+
+    assert plot_compare(result, tmp_path / "compare.png").stat().st_size > 10_000
+    with pytest.raises(UserError, match="cannot write the figure"):
+        plot_compare(result, tmp_path / "no" / "such" / "folder.png")
 
 
 def test_a_judge_without_a_name_cannot_be_stored(family: Family, tmp_path: Path) -> None:

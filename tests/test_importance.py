@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -109,6 +110,15 @@ def test_curves_in_full() -> None:
     low, high = pair["peak_t_ci"]
     assert low <= high and {low, high} <= set(pair["t"])
     assert "peak of the KL" in render(out)
+
+
+@pytest.mark.parametrize("twin", [True, False])
+def test_figures(tmp_path: Path, twin: bool) -> None:
+    pytest.importorskip("matplotlib")
+    from relaylm.report import plot_importance
+
+    out = importance(family(twin), text(), timesteps=[0.02, 0.5, 1.0], sequences=10, progress=False)
+    assert plot_importance(out, tmp_path / "curves.svg").stat().st_size > 10_000
 
 
 def test_a_model_against_itself_and_its_twin() -> None:

@@ -70,6 +70,19 @@ def test_the_paired_test_has_its_level_and_its_power(n: int) -> None:
     assert 0.75 <= found / simulations <= 0.85
 
 
+@pytest.mark.parametrize("n", [160, 1600])
+def test_the_bootstrap_interval_covers(n: int) -> None:
+    """The percentile interval beside the t interval, on the same skewed differences: 4,000 simulations."""
+    rng = np.random.default_rng(n)
+    weights_Rn = metrics.resampling_weights(n, 500)
+    covered = 0
+    for _ in range(8):
+        d_nX = rng.lognormal(0, 0.5, (n, 500)).astype(np.float32)
+        low, high = np.quantile(weights_Rn @ d_nX, [0.025, 0.975], axis=0)
+        covered += ((low <= math.exp(0.125)) & (math.exp(0.125) <= high)).sum()
+    assert 0.93 <= covered / 4000 <= 0.97
+
+
 def test_paired_difference_in_full() -> None:
     rng = np.random.default_rng(1)
     base = rng.normal(2, 0.3, 200)

@@ -36,10 +36,10 @@ def state(**changes):
 
 PAPER = {  # at T = 1000, in the order of its tables
     "light": "L1000",
-    "quarter-1": "L250 H750",
-    "quarter-2": "H250 L250 H500",
-    "quarter-3": "H500 L250 H250",
-    "quarter-4": "H750 L250",
+    "quarter:1": "L250 H750",
+    "quarter:2": "H250 L250 H500",
+    "quarter:3": "H500 L250 H250",
+    "quarter:4": "H750 L250",
     "sandwich": "L125 H750 L125",
     "heavy": "H1000",
 }
