@@ -6,6 +6,7 @@ all (V + 1)^L partly masked rows, from alpha's formula, with no plan, no events 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -34,6 +35,12 @@ class TableDenoiser:
         self.table = torch.from_numpy(table)
         self.radix = torch.tensor([(symbols + 1) ** j for j in range(length)])
         self.time_conditioning = len(edges) > 2
+
+    def to(self, device: str) -> TableDenoiser:
+        """The same table on another device."""
+        moved = copy.copy(self)
+        moved.edges, moved.table, moved.radix = (x.to(device) for x in (self.edges, self.table, self.radix))
+        return moved
 
     def _index(self, tokens_BL: Tensor, t_B: Tensor) -> tuple[Tensor, Tensor]:
         when_B = (t_B.double()[:, None] <= self.edges + 1e-9).sum(dim=1)

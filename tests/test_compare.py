@@ -116,6 +116,16 @@ def test_all_rivals_are_there(result: dict[str, Any]) -> None:
         assert table.models.count("4b") == 4
 
 
+def test_the_middle_model_is_the_dearest_that_costs_no_more() -> None:
+    """40% light steps of 4 and 12 blocks cost as much as 8.8 blocks: 8 may stand against them, 10 and 6 may not."""
+    models = {f"{d}b": network(d, d) for d in (4, 6, 8, 10, 12)}
+    family = Family(models, VOCAB - 1, VOCAB, LENGTH)  # type: ignore[arg-type]
+    family.judge = network(1, 50, causal=True)
+    out = compare(family, ["sandwich:40%"], n=2, progress=False)
+    found = [row["schedule"] for row in out["rows"] if row["rival"] == "one model of middle depth"]
+    assert found == ["8b"]
+
+
 def test_what_was_asked_for_may_be_a_rival(family: Family) -> None:
     out = compare(family, ["sandwich", "10b"], n=3, progress=False)
     assert out["rows"][1]["kind"] == "asked" and out["rows"][1]["rival_of"] == ["sandwich"]
@@ -304,6 +314,9 @@ def test_nothing_is_computed_twice(
     run(6, judge=network(1, 70, causal=True))
     assert counting.take() == ([], [6] * 4)  # a second judge reads the same samples
     run(6, fresh=True)
+    assert counting.take() == ([(0, 6)] * 4, [6] * 4)
+    prompts = ["b "]  # other prompts, another result
+    run(6)
     assert counting.take() == ([(0, 6)] * 4, [6] * 4)
 
 
