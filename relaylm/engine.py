@@ -111,6 +111,7 @@ class Engine:
         self.row_ids = torch.from_numpy(np.concatenate([plan.rows_n, [0]])).to(self.device)
         self._graphs: dict[tuple[int, Shape], _Graph] = {}
         self._seen: set[tuple[int, Shape]] = set()
+        self._pool: Any = None
 
     def run(self, call: Call, everywhere: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """Make a call: draw a token for each kept place and write it. Returns those tokens, their log-probabilities
@@ -172,18 +173,22 @@ class Engine:
                 "a model gave logits that are not finite: its weights are damaged or overflow this precision"
             )
 
+    def graph_pool(self) -> Any:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
     def release(self) -> None:
         """Give back what the graphs hold."""
         self._graphs.clear()
         self._seen.clear()
+        self._pool = None  # a pool whose graphs are gone cannot be used again
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 class _Graph:
-    """A captured call: fixed shape, fixed buffers."""
-
-    _pool: Any = None  # memory that all graphs share: they never run at the same time
+    """A captured call: fixed shape, fixed buffers. An engine's graphs share their memory: only one runs at a time."""
 
     def __init__(self, engine: Engine, model: int, shape: Shape) -> None:
         b, k, n = shape.rows, shape.per_row, shape.kept
@@ -192,15 +197,13 @@ class _Graph:
         parts = [(b, scratch), (b * k, 0), (n, 0), (n, scratch), (n, 0)]
         self.index = torch.cat([torch.full((size,), value) for size, value in parts]).to(engine.device)
         self.t_B = torch.ones(b, dtype=torch.float64, device=engine.device)
-        if _Graph._pool is None:
-            _Graph._pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             engine.step(model, shape, self.index, self.t_B)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=_Graph._pool):
+        with torch.cuda.graph(self.graph, pool=engine.graph_pool()):
             self.tokens, self.logprobs, _ = engine.step(model, shape, self.index, self.t_B)
 
     def replay(self, call: Call) -> tuple[Tensor, Tensor]:
