@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "compare": "comparison",
     "Architecture": "denoiser",
     "Denoiser": "denoiser",
     "FromLogits": "denoiser",
@@ -42,6 +43,7 @@ _HOMES = {
 __all__ = ["__version__", *sorted(_HOMES)]
 
 if TYPE_CHECKING:  # for editors and type checkers, which cannot follow __getattr__
+    from relaylm.comparison import compare
     from relaylm.denoiser import Architecture, Denoiser, FromLogits, Transformer
     from relaylm.errors import UserError
     from relaylm.family import Family

@@ -46,6 +46,7 @@ from relaylm.plan import Plan, make_events, make_plan, race
 from relaylm.sampler import Samples, call_shapes, denoise
 from relaylm.schedule import sandwich
 
+PARTS = ("cache", "compiled", "trajectory", "shares", "memory", "breakdown", "kl", "rival", "growth", "bound")
 LEVELS = (0.9, 0.5, 0.1)  # noise levels t at which the reference is timed
 SHARES = tuple(range(0, 101, 10))  # per cent of light steps
 X = TypeVar("X")
@@ -754,17 +755,22 @@ def bench(
     seed: int = 0,
     progress: bool = True,
     quick: bool = False,
+    parts: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Measure everything and return it, ready for JSON; `render` makes a table of it.
 
     `depth` is heavy and light. Sizes left out: 768 wide, L = 1024, T = 1000 on CUDA; 256 wide with 4 heads, L = 256,
     T = 256 elsewhere; heads of 64. A `family` brings its own sizes. `batch_size` is the engine's rows per call,
     `samples` the rows of an end-to-end run, `dtype` what the engine's blocks compute in (bfloat16 on CUDA, float32
-    elsewhere). `quick` shortens every measurement and is good for a look, not for a record.
+    elsewhere). `quick` shortens every measurement and is good for a look, not for a record. `parts` names those of
+    PARTS to measure besides the main one, reference against engine; None is all of them.
     """
     from tqdm import tqdm
 
     began = time.perf_counter()
+    wanted = set(PARTS if parts is None else parts)
+    if unknown := sorted(wanted - set(PARTS)):
+        raise UserError(f"bench has no part {unknown[0]!r}; the parts are {', '.join(PARTS)}")
     where = pick_device(device)
     cuda = where.type == "cuda"
     if isinstance(family, str):
@@ -790,8 +796,10 @@ def bench(
     errors: dict[str, str] = {}
     bar = tqdm(total=13, disable=not progress, file=sys.stderr, desc="bench", leave=False)
 
-    def part(name: str, function: Callable[[], X]) -> X | None:
-        """One measurement; what goes wrong in it is written down and the others go on."""
+    def part(name: str, function: Callable[[], X], kind: str = "") -> X | None:
+        """One measurement, if it is wanted; what goes wrong in it is written down and the others go on."""
+        if kind and kind not in wanted:
+            return None
         bar.set_description(name)
         started = time.perf_counter()
         try:
@@ -825,11 +833,11 @@ def bench(
     if progress and main:
         bar.write(f"speedup {main['speedup']:.2f}, light {main['speedup_light']:.2f}", file=sys.stderr)
     heavy_ms, engine_ms = main.get("reference_ms_per_row_step"), main.get("engine_ms_per_row_step")
-    cache_ms = part("cached reference", lambda: _other_windows(job, best["heavy"], False))
-    compiled_ms = part("compiled reference", lambda: _other_windows(job, best["heavy"], True))
-    check = part("full trajectory of the reference", lambda: _trajectory(job, sweeps["heavy"] or {}))
-    shares = part("light shares", lambda: _shares(job, (engine_ms or math.nan) / 1e3)) or {}
-    memory = part("memory", lambda: _memory(job, 32)) or {}
+    cache_ms = part("cached reference", lambda: _other_windows(job, best["heavy"], False), "cache")
+    compiled_ms = part("compiled reference", lambda: _other_windows(job, best["heavy"], True), "compiled")
+    check = part("full trajectory of the reference", lambda: _trajectory(job, sweeps["heavy"] or {}), "trajectory")
+    shares = part("light shares", lambda: _shares(job, (engine_ms or math.nan) / 1e3), "shares") or {}
+    memory = part("memory", lambda: _memory(job, 32), "memory") or {}
     if not cuda:
         errors["memory"] = f"peak memory is measured on CUDA alone, not on {where.type}"
 
@@ -850,12 +858,14 @@ def bench(
             }
         return found
 
-    parts = part("breakdown", rest) or {}
-    kl = None if drawn is None else part("KL", lambda: kl_to_fp32(heavy, drawn, 16 if quick else 128, seed))
+    where_time_goes = part("breakdown", rest, "breakdown") or {}
+    kl = None if drawn is None else part("KL", lambda: kl_to_fp32(heavy, drawn, 16 if quick else 128, seed), "kl")
     ar_batches = (1, 128, 512) if cuda else (1, 8, 32, 128)
-    ar = part("autoregressive rival", lambda: _rival(a, ar_batches[:2] if quick else ar_batches, length, where, seed))
-    growth = part("growth", lambda: _growth(job))
-    bound = part("bound", lambda: _bound(job, best["heavy"], heavy_ms or math.nan)) or {}
+    ar = part(
+        "autoregressive rival", lambda: _rival(a, ar_batches[:2] if quick else ar_batches, length, where, seed), "rival"
+    )
+    growth = part("growth", lambda: _growth(job), "growth")
+    bound = part("bound", lambda: _bound(job, best["heavy"], heavy_ms or math.nan), "bound") or {}
     bar.close()
     kinds = {
         "reference": "bf16 autocast, fp32 residual, bf16 logits" if cuda else "fp32 (as published it needs CUDA)",
@@ -878,8 +888,8 @@ def bench(
         "fraction_of_limit": main.get("fraction_of_limit"),
         "kl_to_fp32": kl and kl["mean"],
         "kl": kl,
-        "breakdown": parts.get("breakdown"),
-        "breakdown_light": parts.get("breakdown_light"),
+        "breakdown": where_time_goes.get("breakdown"),
+        "breakdown_light": where_time_goes.get("breakdown_light"),
         "ar_tokens_per_s": ar,
         "engine_tokens_per_s": length * 1e3 / (engine_ms * steps) if engine_ms else None,
         "shares": shares.get("shares"),
@@ -895,7 +905,13 @@ def bench(
         "settings": {
             "depth": [heavy.published.depth, light.published.depth],
             **{"width": a.width, "heads": a.heads, "vocab_size": a.vocab_size, "length": length, "steps": steps},
-            **{"batch_size": job.batch, "samples": rows, "quick": quick, "effort": vars(effort)},
+            **{
+                "batch_size": job.batch,
+                "samples": rows,
+                "quick": quick,
+                "parts": sorted(wanted),
+                "effort": vars(effort),
+            },
             "weights": "random" if family is None else family.name or "family",
             "adaln_in_reference": a.adaln,
             "precision": kinds,

@@ -52,6 +52,7 @@ def _number(kind: Callable[[str], float], low: float, what: str) -> Callable[[st
 
 
 positive = _number(int, 1, "a whole number from 1 up")
+natural_from_2 = _number(int, 2, "a whole number from 2 up")
 natural = _number(int, 0, "a whole number from 0 up")
 
 
@@ -132,6 +133,39 @@ def build_parser() -> argparse.ArgumentParser:
     common(p, seed=False, device=False)
 
     p = command(
+        "compare", run_compare, "schedules side by side, paired", "relaylm compare --schedules heavy,sandwich:25%,light"
+    )
+    family_flag(p)
+    p.add_argument("--schedules", default="heavy,sandwich:25%,light", help="separated by commas")
+    p.add_argument("-n", "--n", type=natural_from_2, default=400, help="samples of each schedule (default 400)")
+    p.add_argument("-T", "--steps", type=steps_type, help="denoising steps, or inf (default: the length)")
+    p.add_argument("--length", type=positive, help="positions in a sample (default: the family's)")
+    p.add_argument("--prompts", metavar="FILE", help="text file, one prompt in a line; row r continues prompt r")
+    p.add_argument("--judge", default="own", help="own, hf:NAME or gguf:PATH")
+    p.add_argument("--recipe", default="plain", choices=("plain", "mdlm"), help="how perplexity is computed")
+    p.add_argument("--no-rivals", action="store_true", help="leave out the equal-compute rivals")
+    p.add_argument("--bound", metavar="FILE", help="add each schedule's likelihood bound on this text")
+    p.add_argument("--light", help="the model that L stands for (default: the smallest)")
+    p.add_argument("--heavy", help="the model that H stands for (default: the largest)")
+    p.add_argument("--batch-size", type=batch_type, default="auto", help="rows in a network call, or auto")
+    p.add_argument("--store", metavar="FOLDER", help="keep results here; what is there is not computed again")
+    p.add_argument("--fresh", action="store_true", help="compute again what the store has")
+    p.add_argument("--plot", metavar="FILE", help="draw it (.png, .svg or .pdf)")
+    common(p)
+
+    p = command(
+        "importance", run_importance, "how far models disagree, by timestep", "relaylm importance --text held.txt"
+    )
+    family_flag(p)
+    p.add_argument("--text", metavar="FILE", help="held-out text; needed unless --states trajectory")
+    p.add_argument("--states", default="data", choices=("data", "trajectory"), help="corrupted text, or own samples")
+    p.add_argument("--pairs", help="light:heavy pairs separated by commas, or all (default: each against the heaviest)")
+    p.add_argument("--timesteps", type=positive, default=20, help="number of even times (default 20)")
+    p.add_argument("--sequences", type=positive, help="rows at each time (default 500 on a GPU, 64 on a CPU)")
+    p.add_argument("--plot", metavar="FILE", help="draw the curves (.png, .svg or .pdf)")
+    common(p)
+
+    p = command(
         "prepare", run_prepare, "turn text into a token file", "relaylm prepare wiki.txt.xz corpus --tokenizer text8"
     )
     p.add_argument(
@@ -168,6 +202,10 @@ def build_parser() -> argparse.ArgumentParser:
     family_flag(p)
     p.add_argument("--text", required=True, metavar="FILE", help="a text file (plain, .xz, .gz)")
     p.add_argument("--model", help="which model (default: each)")
+    p.add_argument("--schedule", help="of a schedule, in --steps steps, instead of single models")
+    p.add_argument(
+        "-T", "--steps", type=steps_type, help="denoising steps of the schedule, or inf (default: the length)"
+    )
     p.add_argument("--rows", type=positive, default=256, help="windows of the text, evenly spread (default 256)")
     p.add_argument("--draws", type=positive, default=4, help="noise levels for each window (default 4)")
     common(p)
@@ -197,6 +235,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=positive, help="default 1000 on CUDA, 256 on a CPU")
     p.add_argument("--batch-size", type=batch_type, default="auto", help="rows in a network call, or auto")
     p.add_argument("--quick", action="store_true", help="fewer repeats")
+    p.add_argument("--parts", help="only these, separated by commas (default: all; an unknown name lists them)")
     common(p)
 
     p = command("demo", run_demo, "the same prompt under three schedules, side by side", "relaylm demo")
@@ -395,16 +434,110 @@ def run_train(args: argparse.Namespace) -> dict[str, Any]:
     return {"family": str(family)}
 
 
-def run_bound(args: argparse.Namespace) -> dict[str, Any]:
-    from relaylm.bound import bound, spread_rows
+def run_compare(args: argparse.Namespace) -> dict[str, Any]:
+    from relaylm.comparison import compare, render
+    from relaylm.schedule import Schedule
+
+    texts = [text.strip() for text in args.schedules.split(",") if text.strip()]
+    schedules = [Schedule.parse(read_schedule(text)) for text in texts]
+    if args.plot is not None:
+        check_writable(args.plot)
+    prompts = None
+    if args.prompts is not None:
+        prompts = [line for line in read_file(args.prompts).splitlines() if line]
+    family = load_family(args)
+    result = compare(
+        family,
+        schedules,
+        args.n,
+        steps=args.steps,
+        length=args.length,
+        seed=args.seed,
+        prompts=prompts,
+        judge=args.judge,
+        recipe=args.recipe,
+        rivals=not args.no_rivals,
+        bound=args.bound is not None,
+        text=None if args.bound is None else token_rows(family, args.bound, args.length or family.length, 64),
+        light=args.light,
+        heavy=args.heavy,
+        batch_size=args.batch_size,
+        store=args.store,
+        fresh=args.fresh,
+        progress=sys.stderr.isatty(),
+    )
+    if args.json != "-":
+        out(render(result))
+    if args.plot is not None:
+        from relaylm.report import plot_compare
+
+        note(f"drawn: {plot_compare(result, args.plot)}")
+    return result
+
+
+def run_importance(args: argparse.Namespace) -> dict[str, Any]:
+    from relaylm.importance import importance, render
+
+    if args.plot is not None:
+        check_writable(args.plot)
+    if args.text is None and args.states == "data":
+        raise UserError("name a held-out text with --text FILE, or use --states trajectory, which needs none")
+    pairs: Any = args.pairs
+    if args.pairs not in (None, "all"):
+        pairs = [tuple(pair.split(":")) for pair in args.pairs.split(",")]
+        if any(len(pair) != 2 for pair in pairs):
+            raise UserError(f"--pairs takes light:heavy, such as 4b:12b, not {args.pairs!r}")
+    family = load_family(args)
+    result = importance(
+        family,
+        None if args.text is None else token_rows(family, args.text, family.length, args.sequences),
+        pairs=pairs,
+        states=args.states,
+        timesteps=args.timesteps,
+        sequences=args.sequences,
+        seed=args.seed,
+        progress=sys.stderr.isatty(),
+    )
+    if args.json != "-":
+        out(render(result))
+    if args.plot is not None:
+        from relaylm.report import plot_importance
+
+        note(f"drawn: {plot_importance(result, args.plot)}")
+    return result
+
+
+def token_rows(family: Any, path: str, length: int, rows: int | None) -> Any:
+    """Rows of a text's tokens, spread over it."""
+    from relaylm.bound import spread_rows
     from relaylm.corpus import read_text
 
-    family = load_family(args)
     if family.tokenizer is None:
         raise UserError("this family has no tokenizer, so it cannot read a text")
+    return spread_rows(family.tokenizer.encode(read_text(path), strict=False), length, rows)
+
+
+def run_bound(args: argparse.Namespace) -> dict[str, Any]:
+    from relaylm.bound import bound
+
+    family = load_family(args)
     family.check_names([args.model] if args.model else [])
-    rows = spread_rows(family.tokenizer.encode(read_text(args.text), strict=False), family.length, args.rows)
-    result = {}
+    rows = token_rows(family, args.text, family.length, args.rows)
+    result: dict[str, Any] = {}
+    if args.schedule is not None:
+        from relaylm.schedule import Schedule
+        from relaylm.schedule_bound import measure_table, schedule_bound
+
+        schedule = Schedule.parse(read_schedule(args.schedule)).bind(*family.roles())
+        family.check_names(schedule.models)
+        models = {name: family[name] for name in schedule.models}
+        table = measure_table(models, rows, family.mask_id, draws=args.draws, seed=args.seed, device=family.device)
+        steps = args.steps or (None if schedule.steps is not None else family.length)
+        found: Any = schedule_bound(table, schedule, steps)
+        result[str(schedule)] = found.to_json()
+        if args.json != "-":
+            out(f"{schedule}: {found}")
+        return {"bounds": result, "rows": len(rows)}
     for name in [args.model] if args.model else family.names:
         found = bound(
             family[name], rows, mask_id=family.mask_id, draws=args.draws, seed=args.seed, device=family.device
@@ -460,6 +593,7 @@ def run_bench(args: argparse.Namespace) -> dict[str, Any]:
         family=args.family,
         seed=args.seed,
         quick=args.quick,
+        parts=args.parts.split(",") if args.parts else None,
     )
     if args.json != "-":
         out(render(result))
@@ -505,10 +639,7 @@ def read_schedule(text: str) -> str:
     if not text.startswith("@"):
         return text
     path = Path(text[1:]).expanduser()
-    try:
-        content = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the schedule file {path}: {reason(error)}") from None
+    content = read_file(str(path)).strip()
     if content.startswith("{"):
         from relaylm.schedule import Schedule
 
@@ -519,6 +650,13 @@ def read_schedule(text: str) -> str:
         value = data.get("schedule", data)
         return value if isinstance(value, str) else str(Schedule.from_json(value))
     return content
+
+
+def read_file(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {reason(error)}") from None
 
 
 def default_family(source: str | None) -> str:

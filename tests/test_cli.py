@@ -29,13 +29,19 @@ FLAGS = {
     "ls": COMMON,
     "prepare": COMMON | {"--tokenizer", "--packing", "--length", "--holdout", "--license"},
     "train": COMMON | {"--preset", "--depths", "--twin", "--judge", "--name", "--set", "--force", "--device"},
-    "bound": COMMON | {"--family", "--text", "--model", "--rows", "--draws", "--seed", "--device"},
+    "compare": COMMON
+    | {"--family", "--schedules", "-n", "--n", "-T", "--steps", "--length", "--prompts", "--judge", "--recipe", "--seed"}
+    | {"--no-rivals", "--bound", "--light", "--heavy", "--batch-size", "--store", "--fresh", "--plot", "--device"},
+    "importance": COMMON
+    | {"--family", "--text", "--states", "--pairs", "--timesteps", "--sequences", "--plot", "--seed", "--device"},
+    "bound": COMMON
+    | {"--family", "--text", "--model", "--schedule", "-T", "--steps", "--rows", "--draws", "--seed", "--device"},
     "convert": COMMON
     | {"--names", "--tokenizer", "--license", "--to-mdlm", "--overwrite"}
     | {"--revision", "--length", "--mask-id", "--heads", "--raw-weights"},
     "bench": COMMON
     | {"--family", "--depths", "--width", "--vocab-size", "--length", "--steps", "--batch-size", "--quick", "--seed"}
-    | {"--device"},
+    | {"--device", "--parts"},
     "demo": COMMON | {"--family", "--prompt", "--seed", "--device"},
 }
 
@@ -236,6 +242,26 @@ def test_info_and_ls(family: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert [Path(e["source"]).name for e in found["families"] if not e["bundled"]] == ["tiny"]
     assert found["schedules"]["sandwich"] == "L12.5% H75% L12.5%" and "wiki-char" in found["presets"]
     assert run("ls", "no/such/place") == 2
+
+
+def test_compare_importance_and_bound(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat and looked at the rain " * 40)
+
+    def result(*words: str) -> dict[str, Any]:
+        assert run(*words, "--family", family, "--json", "-") == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    assert run("compare", "--family", family, "-n", "4") == 2  # this family has no judge of its own
+    assert "judge" in capsys.readouterr().err
+    pair = result("importance", "--text", str(text), "--sequences", "4", "--timesteps", "2")["pairs"][0]
+    keys = {"light", "heavy", "states", "n", "t", "loss_light", "loss_heavy", "abs_loss_diff", "kl", "kl_ci"}
+    assert keys | {"kl_relative", "peak_t"} <= set(pair) and len(pair["kl"]) == 2
+    assert run("importance", "--family", family) == 2
+    assert "--text" in capsys.readouterr().err
+    single = result("bound", "--text", str(text), "--rows", "8", "--model", "3b")["bounds"]["3b"]
+    mixed = result("bound", "--text", str(text), "--rows", "8", "--schedule", "sandwich", "--steps", "16")["bounds"]
+    assert single["bits"] > 0 and len(mixed) == 1
 
 
 class Payload:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from relaylm import compare as module
-from relaylm.compare import compare, expected_flops, render, row_costs, steps_within
+from relaylm import comparison as module
+from relaylm.comparison import compare, expected_flops, render, row_costs, steps_within
 from relaylm.denoiser import Architecture, Transformer
 from relaylm.errors import UserError
 from relaylm.family import Family
