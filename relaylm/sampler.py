@@ -395,6 +395,19 @@ def _told(call: Call, token_N: Tensor, events: Events, names: tuple[str, ...]) -
 # ------------------------------------------------------------------------------------------------ for people
 
 
+class _Draft:
+    """Shows a streamer the first row as it stands after each event, masks included."""
+
+    def __init__(self, streamer: Any, given_L: np.ndarray, mask_id: int) -> None:
+        self.show = getattr(streamer, "put_draft", None)
+        self.tokens = torch.from_numpy(np.where(given_L < 0, mask_id, given_L))
+
+    def __call__(self, event: Event) -> None:
+        if event.row == 0 and self.show is not None:
+            self.tokens[event.positions] = torch.tensor(event.tokens)
+            self.show(self.tokens[None].clone())
+
+
 def _batch_size(family: Family, n: int, length: int, models: int) -> int:
     """The family's, but where models take turns at most a quarter of the rows (as long as calls stay large enough to be
     efficient): a batch has one model, and there must be rows enough to fill the next one while some wait."""
@@ -425,7 +438,7 @@ def sample(
     batch_size: int | None = None,
     first_row: int = 0,
     alpha: Alpha = LINEAR,
-    callback: Callable[[Event], None] | None = None,
+    callback: Callable[[Event], None] | Any = None,
     on_calls: Callable[[int, int], None] | None = None,
 ) -> Samples:
     """n samples from a family under a model schedule.
@@ -435,7 +448,8 @@ def sample(
     count, else the length), or infinity. What is given never changes: a `prompt` at the front, a `suffix` at the end,
     an `infill` text with the tokenizer's blanks (one `_` per free position), or an array `given` of token ids with -1
     at free positions. `temperature`, `top_p` and `top_k` change the law of the samples and are off by default.
-    `stop` cuts each text at its first occurrence, after sampling.
+    `stop` cuts each text at its first occurrence, after sampling. `callback` hears of every event; it may also be a
+    streamer in the manner of transformers (`put`, `put_draft`, `end`), which follows the first row.
     """
     from relaylm.family import lay_out
 
@@ -453,6 +467,9 @@ def sample(
     if steps is None and not (isinstance(policy, Schedule) and policy.steps is not None):
         steps = policy.steps if isinstance(policy, Timetable) else given.shape[-1]
     plan = make_plan(n, given.shape[-1], seed, given, first_row)
+    streamer = callback if hasattr(callback, "put") else None
+    if streamer is not None:
+        callback = _Draft(streamer, plan.given_nL[0], family.mask_id)
     names = policy.models if isinstance(policy, (Schedule, Timetable)) else tuple(family.models)
     models = {name: model for name, model in family.models.items() if name in names or name == heavy}
     samples = denoise(
@@ -469,6 +486,9 @@ def sample(
         callback=callback,
         on_calls=on_calls,
     )
+    if streamer is not None:
+        streamer.put(torch.from_numpy(samples.tokens[:1]))
+        streamer.end()
     texts = [] if family.tokenizer is None else [family.tokenizer.decode(row) for row in samples.tokens]
     if stop:
         texts = [text.split(stop)[0] for text in texts]

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 from relaylm.denoiser import Architecture, FromLogits, Transformer, build, expected_shapes
 from relaylm.diffusion import Alpha
 from relaylm.errors import UserError
+from relaylm.family import Family
 from relaylm.plan import Plan, make_plan, uniforms
-from relaylm.sampler import Event, Law, Samples, denoise
+from relaylm.sampler import Event, Law, Samples, denoise, sample
 from relaylm.schedule import RowState, Schedule, SwitchByMaskFraction, Timetable
 
 INF = math.inf
@@ -484,3 +485,30 @@ class TestNoFullLogits:
     def test_full_logits_would_be_seen(self) -> None:
         watch = self.largest(FromLogits(self.model.logits), 32)
         assert watch.numel >= self.batch * self.length * self.vocab
+
+
+def test_a_streamer_sees_drafts_of_the_first_row_and_then_the_sample() -> None:
+    """transformers' manner: put_draft while it is being written, put and end when it is done."""
+
+    class Streamer:
+        def __init__(self) -> None:
+            self.drafts: list[list[int]] = []
+            self.final: list[int] = []
+            self.ended = False
+
+        def put_draft(self, value: torch.Tensor) -> None:
+            self.drafts.append(value[0].tolist())
+
+        def put(self, value: torch.Tensor) -> None:
+            self.final = value[0].tolist()
+
+        def end(self) -> None:
+            self.ended = True
+
+    model = transformer(20, 12, depth=1, width=16)
+    family = Family({"a": model}, mask_id=19, vocab_size=20, length=12)
+    streamer = Streamer()
+    samples = sample(family, "a", n=3, seed=1, steps=6, callback=streamer)
+    assert streamer.ended and streamer.final == samples.tokens[0].tolist() == streamer.drafts[-1]
+    masks = [draft.count(19) for draft in streamer.drafts]
+    assert masks == sorted(masks, reverse=True) and masks[-1] == 0 and masks[0] < 12
