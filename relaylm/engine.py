@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +113,7 @@ class Engine:
         self._graphs: dict[tuple[int, Shape], _Graph] = {}
         self._seen: set[tuple[int, Shape]] = set()
         self._pool: Any = None
+        self._under_way: deque[Any] = deque()
 
     def run(self, call: Call, everywhere: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """Make a call: draw a token for each kept place and write it. Returns those tokens, their log-probabilities
@@ -124,7 +126,9 @@ class Engine:
                 self._graphs[key] = _Graph(self, call.model, call.shape)
             self._seen.add(key)
             if key in self._graphs:
-                return *self._graphs[key].replay(call), None
+                result = self._graphs[key].replay(call)
+                self._keep_pace()
+                return *result, None
         index = call.index().to(self.device)
         t_B = torch.from_numpy(call.t_B).to(self.device, torch.float32 if self.device.type == "mps" else torch.float64)
         return self.step(call.model, call.shape, index, t_B, everywhere)
@@ -172,6 +176,15 @@ class Engine:
             raise UserError(
                 "a model gave logits that are not finite: its weights are damaged or overflow this precision"
             )
+
+    def _keep_pace(self) -> None:
+        """Let the host run a few calls ahead of the device and no further: enough that the device never waits, and
+        progress and interruption still mean something."""
+        event = torch.cuda.Event()
+        event.record()
+        self._under_way.append(event)
+        if len(self._under_way) > 8:
+            self._under_way.popleft().synchronize()
 
     def graph_pool(self) -> Any:
         if self._pool is None:

@@ -512,3 +512,14 @@ def test_a_streamer_sees_drafts_of_the_first_row_and_then_the_sample() -> None:
     assert streamer.ended and streamer.final == samples.tokens[0].tolist() == streamer.drafts[-1]
     masks = [draft.count(19) for draft in streamer.drafts]
     assert masks == sorted(masks, reverse=True) and masks[-1] == 0 and masks[0] < 12
+
+
+@pytest.mark.parametrize("text", ["a", "a:12.5% b:75% a:12.5%", "a:45% b:10% a:45%", "interleaved(a:25% b:75%)"])
+def test_batches_are_full_although_models_take_turns(text: str) -> None:
+    """With four batches' worth of rows hardly a place is empty; each call has one model, and each event its turn."""
+    even = FromLogits(lambda tokens_BL, t_B: torch.zeros(*tokens_BL.shape, 3))
+    samples = denoise(
+        {"a": even, "b": even}, Schedule.parse(text), make_plan(64, 256, 0), mask_id=2, steps=256, batch_size=16
+    )
+    assert samples.cost.padded_calls < 0.03 * samples.cost.total_calls
+    assert samples.cost.network_calls * 16 == samples.cost.total_calls + samples.cost.padded_calls
