@@ -1,5 +1,5 @@
-"""The command line: thin. Flags in, one function of another room called, tables and progress on stderr, results on
-stdout (one JSON document with `--json -`). Heavy imports are inside the commands, so that `--help` is quick.
+"""The command line: flags, config files and exit codes. Each command is one function of `relaylm.commands`; what it
+returns goes to `--json FILE` (`-` for standard output). Nothing heavy is imported here, so that `--help` is quick.
 
 Exit codes: 0 done, 1 failed, 2 bad input (one line that says what was wrong and what is allowed), 130 interrupted.
 """
@@ -7,17 +7,32 @@ Exit codes: 0 done, 1 failed, 2 bad input (one line that says what was wrong and
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from relaylm import __version__
+from relaylm.commands import (
+    check_writable,
+    note,
+    reason,
+    run_bench,
+    run_bound,
+    run_compare,
+    run_convert,
+    run_demo,
+    run_importance,
+    run_info,
+    run_ls,
+    run_prepare,
+    run_sample,
+    run_train,
+)
 from relaylm.errors import UserError
 
 DESCRIPTION = """\
@@ -245,474 +260,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-# ------------------------------------------------------------------------------------------------------- commands
-
-
-def run_sample(args: argparse.Namespace) -> dict[str, Any]:
-    from relaylm.sampler import sample
-    from relaylm.schedule import Schedule
-
-    schedule = Schedule.parse(read_schedule(args.schedule))
-    family = load_family(args)
-    light, heavy = family.roles(args.light, args.heavy)
-    given = None
-    callback = None
-    if args.watch:
-        from relaylm.family import lay_out
-        from relaylm.terminal import Watch
-
-        given = lay_out(family, args.prompt, args.suffix, args.infill, args.length, args.max_new_tokens)
-        used = [name for name in family.names if name in schedule.bind(light, heavy).models or name == heavy]
-        callback = Watch(family, given, used, sys.stderr if args.json == "-" else sys.stdout)
-    with progress("sampling", "call", shown=not args.watch) as on_calls:
-        samples = sample(
-            family,
-            schedule,
-            args.n,
-            steps=args.steps,
-            length=args.length,
-            seed=args.seed,
-            prompt=args.prompt,
-            suffix=args.suffix,
-            infill=args.infill,
-            given=given,
-            max_new_tokens=args.max_new_tokens,
-            stop=args.stop,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            light=light,
-            heavy=heavy,
-            batch_size=args.batch_size,
-            callback=callback,
-            on_calls=on_calls,
-        )
-    if args.json != "-" and not args.watch:
-        show_samples(family, samples)
-    note(cost_line(samples, heavy))
-    if samples.changes_law:
-        note(f"{', '.join(samples.changes_law)}: these samples do not follow the models' own law")
-    return samples.to_json()
-
-
-def show_samples(family: Any, samples: Any) -> None:
-    from relaylm.terminal import coloured, has_colours, legend
-
-    colours = has_colours(sys.stdout)
-    for row in range(len(samples.tokens)):
-        text = samples.texts[row] if samples.texts else " ".join(map(str, samples.tokens[row]))
-        whole = not samples.texts or family.tokenizer.decode(samples.tokens[row]) == text
-        if colours and whole:
-            text = coloured(family, samples.tokens[row], samples.trace.model_nL[row])
-        print(text)
-        if row + 1 < len(samples.tokens):
-            print("─" * 40)
-    if colours:
-        note(legend(samples.trace.models, True))
-
-
-def cost_line(samples: Any, heavy: str) -> str:
-    cost = samples.cost
-    calls = ", ".join(f"{count} of {name}" for name, count in cost.calls.items())
-    steps = "infinitely many" if math.isinf(samples.steps) else f"{int(samples.steps)}"
-    line = f"{samples.schedule}: {steps} steps, calls: {calls}"
-    if cost.flops is not None:
-        saved = f", {100 * cost.flops_saved:.1f}% saved against {heavy} alone" if cost.flops_saved is not None else ""
-        line += f"; {cost.flops:.3g} FLOPs{saved}"
-    return f"{line}; {cost.seconds:.2f} s"
-
-
-def run_info(args: argparse.Namespace) -> dict[str, Any]:
-    from relaylm.family import describe
-
-    about = describe(default_family(args.source))
-    if args.json != "-":
-        out(render_info(about))
-    return about
-
-
-def render_info(about: dict[str, Any]) -> str:
-    kind = (about.get("tokenizer") or {}).get("type", "none")
-    roles = about.get("roles") or {}
-    form = f" ({about['format']} checkpoint)" if about.get("format") else ""
-    lines = [
-        f"{about['name'] or 'unnamed family'}{form}: length {about['length']}, vocabulary {about['vocab_size']} "
-        f"(mask {about['mask_id']}), tokenizer {kind}"
-    ]
-    for name, model in about["models"].items():
-        role = {roles.get("light"): " (L)", roles.get("heavy"): " (H)"}.get(name, "")
-        facts = [f"{model[key]} {label}" for key, label in (("depth", "blocks"), ("width", "wide")) if model.get(key)]
-        if model.get("parameters"):
-            facts.append(f"{model['parameters']:,} parameters")
-        if model.get("flops_per_call"):
-            facts.append(f"{model['flops_per_call']:.3g} FLOPs a call")
-        lines.append(f"  {name}{role}: {', '.join(facts)}")
-    for extra in ("judge", "twins"):
-        if about.get(extra):
-            lines.append(f"  with {'a judge' if extra == 'judge' else 'twins: ' + ', '.join(about[extra])}")
-    if about.get("bytes"):
-        where = f" in {about['folder']}" if about.get("folder") else ""
-        lines.append(f"  {about['bytes'] / 1e6:.1f} MB{where}")
-    for missing in about.get("missing") or []:
-        lines.append(f"  missing: {missing}")
-    return "\n".join(lines)
-
-
-def run_ls(args: argparse.Namespace) -> dict[str, Any]:
-    from relaylm.family import list_families
-    from relaylm.schedule import hand_made
-    from relaylm.train import presets
-
-    for folder in args.folder:
-        if not Path(folder).is_dir():
-            raise UserError(f"{folder} is not a folder")
-    found: dict[str, Any] = {
-        "families": list_families(*args.folder),
-        "schedules": {name: str(schedule) for name, schedule in hand_made().items()},
-        "presets": presets(),
-    }
-    if args.json != "-":
-        out("families")
-        for entry in found["families"]:
-            about = entry["error"] or f"{', '.join(entry['models'])}; length {entry['length']}"
-            out(f"  {entry['source']}{' (bundled)' if entry['bundled'] else ''}: {about}")
-        if not found["families"]:
-            out("  none here; `relaylm demo` trains a tiny one, `relaylm train` a real one")
-        out("schedules (any other: see relaylm sample --help)")
-        for name, text in found["schedules"].items():
-            out(f"  {name}: {text}")
-        out("presets for relaylm train\n  " + ", ".join(found["presets"]))
-    return found
-
-
-def run_prepare(args: argparse.Namespace) -> dict[str, Any]:
-    from relaylm.corpus import prepare
-
-    *sources, folder = args.sources
-    if not sources:
-        raise UserError("name at least one text and then the folder to write")
-    corpus = prepare(
-        sources,
-        folder,
-        tokenizer=args.tokenizer,
-        packing=args.packing,
-        length=args.length,
-        holdout=args.holdout,
-        licence=args.license,
-        progress=sys.stderr.isatty(),
-    )
-    note(f"{folder}: {len(corpus.train):,} tokens to train on, {len(corpus.heldout):,} held out")
-    return {"folder": str(folder), "train": len(corpus.train), "heldout": len(corpus.heldout)}
-
-
-def run_train(args: argparse.Namespace) -> dict[str, Any]:
-    from relaylm.train import train_family
-
-    overrides = {key: value for key in ("depths", "twin", "judge") if (value := getattr(args, key)) is not None}
-    for text in args.set:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise UserError(f"--set takes KEY=VALUE, not {text!r}")
-        try:
-            overrides[key] = tomllib.loads(f"x = {value}")["x"]
-        except tomllib.TOMLDecodeError:
-            overrides[key] = value
-    command = "relaylm " + " ".join(sys.argv[1:])
-    family = train_family(
-        args.corpus,
-        args.out,
-        args.preset,
-        device=args.device,
-        name=args.name,
-        progress=True,
-        force=args.force,
-        command=command,
-        **overrides,
-    )
-    if os.environ.get("RANK", "0") == "0":  # under torchrun, one process speaks
-        note(f"the family is in {family}: relaylm sample --family {family}")
-    return {"family": str(family)}
-
-
-def run_compare(args: argparse.Namespace) -> dict[str, Any]:
-    from relaylm.comparison import compare, render
-    from relaylm.schedule import Schedule
-
-    texts = [text.strip() for text in args.schedules.split(",") if text.strip()]
-    schedules = [Schedule.parse(read_schedule(text)) for text in texts]
-    if args.plot is not None:
-        check_writable(args.plot)
-    prompts = None
-    if args.prompts is not None:
-        prompts = [line for line in read_file(args.prompts).splitlines() if line]
-    family = load_family(args)
-    result = compare(
-        family,
-        schedules,
-        args.n,
-        steps=args.steps,
-        length=args.length,
-        seed=args.seed,
-        prompts=prompts,
-        judge=args.judge,
-        recipe=args.recipe,
-        rivals=not args.no_rivals,
-        bound=args.bound is not None,
-        text=None if args.bound is None else token_rows(family, args.bound, args.length or family.length, 64),
-        light=args.light,
-        heavy=args.heavy,
-        batch_size=args.batch_size,
-        store=args.store,
-        fresh=args.fresh,
-        progress=sys.stderr.isatty(),
-    )
-    if args.json != "-":
-        out(render(result))
-    if args.plot is not None:
-        from relaylm.report import plot_compare
-
-        note(f"drawn: {plot_compare(result, args.plot)}")
-    return result
-
-
-def run_importance(args: argparse.Namespace) -> dict[str, Any]:
-    from relaylm.importance import importance, render
-
-    if args.plot is not None:
-        check_writable(args.plot)
-    if args.text is None and args.states == "data":
-        raise UserError("name a held-out text with --text FILE, or use --states trajectory, which needs none")
-    pairs: Any = args.pairs
-    if args.pairs not in (None, "all"):
-        pairs = [tuple(pair.split(":")) for pair in args.pairs.split(",")]
-        if any(len(pair) != 2 for pair in pairs):
-            raise UserError(f"--pairs takes light:heavy, such as 4b:12b, not {args.pairs!r}")
-    family = load_family(args)
-    result = importance(
-        family,
-        None if args.text is None else token_rows(family, args.text, family.length, args.sequences),
-        pairs=pairs,
-        states=args.states,
-        timesteps=args.timesteps,
-        sequences=args.sequences,
-        seed=args.seed,
-        progress=sys.stderr.isatty(),
-    )
-    if args.json != "-":
-        out(render(result))
-    if args.plot is not None:
-        from relaylm.report import plot_importance
-
-        note(f"drawn: {plot_importance(result, args.plot)}")
-    return result
-
-
-def token_rows(family: Any, path: str, length: int, rows: int | None) -> Any:
-    """Rows of a text's tokens, spread over it."""
-    from relaylm.bound import spread_rows
-    from relaylm.corpus import read_text
-
-    if family.tokenizer is None:
-        raise UserError("this family has no tokenizer, so it cannot read a text")
-    return spread_rows(family.tokenizer.encode(read_text(path), strict=False), length, rows)
-
-
-def run_bound(args: argparse.Namespace) -> dict[str, Any]:
-    from relaylm.bound import bound
-
-    family = load_family(args)
-    family.check_names([args.model] if args.model else [])
-    rows = token_rows(family, args.text, family.length, args.rows)
-    result: dict[str, Any] = {}
-    if args.schedule is not None:
-        from relaylm.schedule import Schedule
-        from relaylm.schedule_bound import measure_table, schedule_bound
-
-        schedule = Schedule.parse(read_schedule(args.schedule)).bind(*family.roles())
-        family.check_names(schedule.models)
-        models = {name: family[name] for name in schedule.models}
-        table = measure_table(models, rows, family.mask_id, draws=args.draws, seed=args.seed, device=family.device)
-        steps = args.steps or (None if schedule.steps is not None else family.length)
-        found: Any = schedule_bound(table, schedule, steps)
-        result[str(schedule)] = found.to_json()
-        if args.json != "-":
-            out(f"{schedule}: {found}")
-        return {"bounds": result, "rows": len(rows)}
-    for name in [args.model] if args.model else family.names:
-        found = bound(
-            family[name], rows, mask_id=family.mask_id, draws=args.draws, seed=args.seed, device=family.device
-        )
-        result[name] = found.to_json()
-        if args.json != "-":
-            out(f"{name}: {found}")
-    return {"bounds": result, "rows": len(rows)}
-
-
-def run_convert(args: argparse.Namespace) -> dict[str, Any]:
-    from relaylm import convert
-
-    *sources, folder = args.sources
-    if not sources:
-        raise UserError("name a checkpoint and then the folder to write")
-    if args.to_mdlm:
-        if len(sources) != 1:
-            raise UserError("--to-mdlm takes one family and the folder to write")
-        written = convert.export(sources[0], folder, license=args.license, overwrite=args.overwrite)
-    else:
-        names = args.names.split(",") if args.names else None
-        options = {key: value for key in ("length", "mask_id", "heads") if (value := getattr(args, key)) is not None}
-        if args.raw_weights:
-            options["ema"] = False
-        written = convert.convert(
-            sources,
-            folder,
-            names=names,
-            tokenizer=args.tokenizer,
-            revision=args.revision,
-            license=args.license,
-            overwrite=args.overwrite,
-            **options,
-        )
-    note(f"wrote {written}")
-    return {"folder": str(written)}
-
-
-def run_bench(args: argparse.Namespace) -> dict[str, Any]:
-    from relaylm.bench import bench, render
-
-    if len(args.depths) != 2:
-        raise UserError("--depths takes the heavy model's blocks and the light one's, such as 12,4")
-    result = bench(
-        device=args.device,
-        depth=args.depths,
-        width=args.width,
-        vocab_size=args.vocab_size,
-        length=args.length,
-        steps=args.steps,
-        batch_size=args.batch_size,
-        family=args.family,
-        seed=args.seed,
-        quick=args.quick,
-        parts=args.parts.split(",") if args.parts else None,
-    )
-    if args.json != "-":
-        out(render(result))
-    return result
-
-
-def run_demo(args: argparse.Namespace) -> dict[str, Any]:
-    from relaylm.demo import demo
-
-    return demo(args.family, args.prompt, args.seed, args.device)
-
-
-# -------------------------------------------------------------------------------------------------------- helpers
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def out(text: str) -> None:
-    print(text)
-
-
-@contextlib.contextmanager
-def progress(label: str, unit: str, shown: bool = True) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr for anything that reports (done, total); appears only if the work takes over a second."""
-    if not shown:
-        yield None
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=label, unit=unit, delay=1.0, leave=False, file=sys.stderr, dynamic_ncols=True) as bar:
-
-        def update(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield update
-
-
-def read_schedule(text: str) -> str:
-    """The text of a schedule, or what @FILE says: plain notation, or JSON with a "schedule" in it."""
-    if not text.startswith("@"):
-        return text
-    path = Path(text[1:]).expanduser()
-    content = read_file(str(path)).strip()
-    if content.startswith("{"):
-        from relaylm.schedule import Schedule
-
-        try:
-            data = json.loads(content)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path} is not valid JSON: {error}") from None
-        value = data.get("schedule", data)
-        return value if isinstance(value, str) else str(Schedule.from_json(value))
-    return content
-
-
-def read_file(path: str) -> str:
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {reason(error)}") from None
-
-
-def default_family(source: str | None) -> str:
-    from relaylm.family import bundled
-
-    if source is not None:
-        return source
-    if names := bundled():
-        return names[0]
-    from relaylm.demo import trained
-
-    if (folder := trained()) is None:
-        raise UserError("no family is bundled with this version: name one with --family, or run `relaylm demo` first")
-    return str(folder)
-
-
-def load_family(args: argparse.Namespace) -> Any:
-    from relaylm.family import Family
-
-    return Family.load(default_family(args.family), device=args.device)
-
-
-def reason(error: BaseException) -> str:
-    """An error in a few words: the system's own for a file, the first line of anything else."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def check_writable(path: str) -> None:
-    """Refuse an output that could not be written, before any work is done."""
-    if path == "-":
-        return
-    target = Path(path).expanduser()
-    if target.is_dir():
-        raise UserError(f"cannot write {path}: it is a folder")
-    if not target.parent.is_dir():
-        raise UserError(f"cannot write {path}: the folder {target.parent} does not exist")
-    if not os.access(target.parent, os.W_OK) or (target.exists() and not os.access(target, os.W_OK)):
-        raise UserError(f"cannot write {path}: permission denied")
-
-
-def write_json(path: str, value: Any) -> None:
-    """Whole or not at all."""
-    text = json.dumps(value, indent=1, default=str) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-        return
-    target = Path(path).expanduser()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text)
-        os.replace(temporary, target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {reason(error)}") from None
+# -------------------------------------------------------------------------------------------------------------- running
 
 
 def apply_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
@@ -742,6 +290,22 @@ def apply_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.N
             words += [f"{action.option_strings[-1]}={text}"]
     # The command line comes last, so it wins.
     return parser.parse_args([argv[0], *words, *argv[1:]])
+
+
+def write_json(path: str, value: Any) -> None:
+    """Whole or not at all."""
+    text = json.dumps(value, indent=1, default=str) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    target = Path(path).expanduser()
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {reason(error)}") from None
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,19 +1,11 @@
-r"""Schedules side by side: what each writes, what it costs, and which of them really differ.
+r"""Schedules side by side: what each writes and what it costs, in one table.
 
 Every schedule gets the same rows: row r has the same plan (the same order of positions, the same token noise) under all
-of them, so differences are paired and need far fewer samples than separate means would.
+of them, so differences are paired and need far fewer samples than separate means would. What stands in the table, the
+equal-compute rivals included, is decided in `contenders`; which rows really differ, and how the table looks, in
+`verdict`. Here rows are drawn, judged and stored.
 
-**Rivals.** A mixed schedule is only worth its trouble if nothing simpler does as well for the same money. So beside
-each one stand, at its floating-point operations: one model of middle depth at every step, the heavy model in fewer
-steps, and the same number of light steps spread evenly or at random. If one of them wins, the first line says so. The
-light and the heavy model alone are always there too, since each row's share of the quality gap is counted between them:
-
-    gap_paid = (ppl - ppl_H) / (ppl_L - ppl_H).
-
-Operations are compared in expectation over plans, which is exact and does not depend on the seed: with F free positions
-a step that unmasks a share w of the masked axis makes a call with probability 1 - (1 - w)^F and asks for F w positions.
-
-Shapes: n rows, L positions, K models, S schedules, R bootstrap resamples.
+Shapes: n rows, L positions, K models, S schedules.
 """
 
 from __future__ import annotations
@@ -22,8 +14,7 @@ import base64
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,39 +22,20 @@ import numpy as np
 import torch
 
 from relaylm import metrics
+from relaylm.contenders import Entry, base_steps, contenders
 from relaylm.errors import UserError
 from relaylm.judge import Judge, load_judge, score, weights_digest
 from relaylm.sampler import Samples, sample
-from relaylm.schedule import Schedule, Segment
+from relaylm.schedule import Schedule
+from relaylm.verdict import comparisons, relate, verdict
+from relaylm.verdict import render as render
 
 if TYPE_CHECKING:
     from relaylm.family import Family
     from relaylm.store import Store
 
-RANDOM_SEED = 1  # of the rival with randomly placed light steps
 CHUNK = 64  # rows in a record, at least
 SCORES = ("nll", "count", "written_nll", "written_count", "cut")
-SLACK = 1e-9  # relative; expected operations are exact but for rounding
-
-
-@dataclass
-class Entry:
-    """One row of the table to be."""
-
-    label: str
-    schedule: Schedule  # bound: models' names, no roles
-    steps: float
-    kind: str  # "asked", "anchor" or "rival"
-    rival: str | None = None  # what kind of rival
-    rival_of: list[str] = field(default_factory=list)
-
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """Entries that would give the same samples are one."""
-        if math.isinf(self.steps):
-            return ("inf", self.schedule)
-        table = self.schedule.timetable(int(self.steps))
-        return table.models, table.times
 
 
 @dataclass(frozen=True)
@@ -123,7 +95,7 @@ def compare(
         raise UserError(f"a comparison needs at least 2 samples of each schedule, not {n}")
     light, heavy = family.roles(light, heavy)
     given_nL, prompt_texts = _given(family, prompts, n, length)
-    entries = _entries(family, schedules, steps, given_nL, light, heavy, rivals)
+    entries = contenders(family, schedules, steps, given_nL, light, heavy, rivals)
     referee = load_judge(judge, family)
     kept = _open_store(store)
     batch = min(n, batch_size or family.batch_size(n, given_nL.shape[1]))
@@ -138,13 +110,13 @@ def compare(
         rows.append({**row, "bound": likelihood})
         log_Sn.append(log_n)
     bar.close()
-    _relate(rows, np.stack(log_Sn), family, entries, light, heavy)
+    relate(rows, np.stack(log_Sn), family, entries, light, heavy)
     result = {
         "kind": "compare",
         "family": {"name": family.name, "digest": family.digest},
         "n": n,
         "length": int(given_nL.shape[1]),
-        "steps": "inf" if math.isinf(_base(entries)) else int(_base(entries)),
+        "steps": "inf" if math.isinf(base_steps(entries)) else int(base_steps(entries)),
         "seed": seed,
         "light": light,
         "heavy": heavy,
@@ -154,11 +126,11 @@ def compare(
         "device": str(family.device),
         "batch_size": batch,
         "rows": rows,
-        **_comparisons(rows, np.stack(log_Sn)),
+        **comparisons(rows, np.stack(log_Sn)),
     }
     if kept is not None and (kept.damage or kept.repaired):
         result["store_notes"] = [*kept.damage, *kept.repaired]
-    result["verdict"] = _verdict(result)
+    result["verdict"] = verdict(result)
     return result
 
 
@@ -192,131 +164,6 @@ def _given(
     assert family.tokenizer is not None
     shown = [family.tokenizer.decode(row[row >= 0]) for row in laid]
     return np.stack([laid[k] for k in order]), [shown[k] for k in order]
-
-
-def _entries(
-    family: Family,
-    schedules: Sequence[str | Schedule],
-    steps: float | None,
-    given_nL: np.ndarray,
-    light: str,
-    heavy: str,
-    rivals: bool,
-) -> list[Entry]:
-    """What was asked for, in order; then the light and the heavy model; then the rivals of each mixed schedule."""
-    asked = []
-    for item in schedules:
-        schedule = (Schedule.parse(item) if isinstance(item, str) else item).bind(light, heavy)
-        family.check_names(schedule.models)
-        asked.append((item if isinstance(item, str) else str(item), schedule))
-    counts = [schedule.steps for _, schedule in asked if schedule.steps is not None]
-    base = steps if steps is not None else counts[0] if counts else given_nL.shape[1]
-    entries: list[Entry] = []
-
-    def add(entry: Entry) -> None:
-        for other in entries:
-            if other.identity == entry.identity:
-                other.rival = other.rival or entry.rival  # what was asked for may be another's rival, too
-                other.rival_of += [name for name in entry.rival_of if name not in other.rival_of]
-                return
-        entries.append(entry)
-
-    for label, schedule in asked:
-        own = schedule.steps if schedule.steps is not None and steps is None else base
-        add(Entry(label, schedule, own, "asked"))
-    names = {entry.label for entry in entries}
-    for label, model in (("heavy", heavy), ("light", light)):
-        add(Entry(label if label not in names else model, _alone(model), base, "anchor"))
-    if rivals:
-        free_n = (given_nL < 0).sum(axis=1)
-        for entry in [entry for entry in entries if entry.kind == "asked" and len(entry.schedule.models) > 1]:
-            for rival in _rivals(family, entry, free_n, given_nL.shape[1], heavy):
-                add(rival)
-    return entries
-
-
-def _alone(model: str) -> Schedule:
-    return Schedule((Segment(model, Fraction(1)),))
-
-
-def _rivals(family: Family, entry: Entry, free_n: np.ndarray, length: int, heavy: str) -> list[Entry]:
-    """The equal-compute rivals of a mixed schedule."""
-    found = []
-    models = {name: model for name, model in family.models.items() if hasattr(model, "flops")}
-    if len(models) == len(family.models):
-        budget = expected_flops(models, entry.schedule, entry.steps, free_n, length) * (1 + SLACK)
-        used = set(entry.schedule.models)
-
-        def alone(name: str) -> float:
-            return expected_flops(models, _alone(name), entry.steps, free_n, length)
-
-        # Of the models that this schedule does not use already; those it does use are in the table anyway.
-        within = [name for name in family.names if name not in used and alone(name) <= budget]
-        if within:
-            best = max(within, key=alone)
-            found.append(Entry(best, _alone(best), entry.steps, "rival", "one model of middle depth"))
-        fewer = steps_within(models, heavy, budget, free_n, length)
-        if fewer is not None and fewer < entry.steps:
-            found.append(Entry(f"H{fewer}", _alone(heavy), fewer, "rival", "heavy in fewer steps"))
-    if len(entry.schedule.models) == 2 and not math.isinf(entry.steps):
-        order = [name for name in family.names if name in entry.schedule.models]
-        table = entry.schedule.timetable(int(entry.steps))
-        pair = tuple(Segment(name, count) for name in order if (count := table.models.count(name)))
-        if len(pair) == 2:
-            for placement, what in (("interleaved", "spread evenly"), (f"random:{RANDOM_SEED}", "placed at random")):
-                schedule = Schedule(pair, placement)
-                found.append(Entry(str(schedule), schedule, entry.steps, "rival", f"light steps {what}"))
-    for rival in found:
-        rival.rival_of = [entry.label]
-    return found
-
-
-def expected_flops(
-    models: Mapping[str, Any], schedule: Schedule, steps: float, free_n: np.ndarray, length: int
-) -> float:
-    """Mean operations for a row, over all plans; `free_n` are the free positions of the rows there are."""
-    lines = {name: _line(models[name], length) for name in schedule.models}
-    free, rows = np.unique(np.asarray(free_n), return_counts=True)
-    if math.isinf(steps):
-        spans = -np.diff([1.0, *schedule.ends])
-        each = sum(span * sum(lines[seg.model]) for span, seg in zip(spans, schedule.segments, strict=True))
-        return float(each * (free * rows).sum() / rows.sum())
-    table = schedule.timetable(int(steps))
-    share_T = -np.diff(np.asarray(table.times))
-    base_T, slope_T = (np.array([lines[name][k] for name in table.models]) for k in (0, 1))
-    each_f = [
-        (base_T * -np.expm1(f * np.log1p(-np.minimum(share_T, 1 - 1e-15))) + slope_T * share_T * f).sum() for f in free
-    ]
-    return float((np.array(each_f) * rows).sum() / rows.sum())
-
-
-def steps_within(
-    models: Mapping[str, Any], model: str, budget: float, free_n: np.ndarray, length: int, most: int = 1 << 20
-) -> int | None:
-    """The largest T at which one model alone stays within so many operations for a row; None if not even T = 1 does."""
-
-    def cost(steps: int) -> float:
-        return expected_flops(models, _alone(model), steps, free_n, length)
-
-    if cost(1) > budget:
-        return None
-    low, high = 1, 2
-    while high < most and cost(high) <= budget:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if cost(middle) <= budget else (low, middle)
-    return low
-
-
-def _line(model: Any, length: int) -> tuple[float, float]:
-    """Operations of a call as base + slope * positions."""
-    slope = float(model.flops(length, 2) - model.flops(length, 1))
-    return float(model.flops(length, 1)) - slope, slope
-
-
-def _base(entries: Sequence[Entry]) -> float:
-    return next((entry.steps for entry in entries if entry.kind == "anchor"), entries[0].steps)
 
 
 # ------------------------------------------------------------------------------------------------ sampling, judging
@@ -519,169 +366,6 @@ def row_costs(samples: Samples, family: Family) -> Drawn:
         each = np.array([models[m].flops(length, k) for m, k in pairs.tolist()])
         flops_n = np.bincount(row_E, weights=each[which_E.reshape(-1)], minlength=n) if len(row_E) else np.zeros(n)
     return Drawn(samples.tokens, calls_nK, flops_n, samples.cost.seconds)
-
-
-# ------------------------------------------------------------------------------------------------ statistics
-
-
-def _relate(
-    rows: list[dict[str, Any]], log_Sn: np.ndarray, family: Family, entries: Sequence[Entry], light: str, heavy: str
-) -> None:
-    """What a row is only in relation to others: savings against all-heavy, the share of the gap it pays."""
-    anchors = {}
-    for name in (heavy, light):
-        alone = Entry(name, _alone(name), _base(entries), "anchor").identity
-        anchors[name] = next(s for s, entry in enumerate(entries) if entry.identity == alone)
-    h, l = anchors[heavy], anchors[light]
-    ppl_Sn = np.exp(log_Sn)
-    shared_n = np.isfinite(ppl_Sn).all(axis=0)
-    weights_Rn = metrics.resampling_weights(int(shared_n.sum()))
-    mean_RS = weights_Rn @ ppl_Sn[:, shared_n].T
-    depths = {name: getattr(model, "depth", None) for name, model in family.models.items()}
-    for s, (row, entry) in enumerate(zip(rows, entries, strict=True)):
-        gap = rows[l]["gen_ppl"] - rows[h]["gen_ppl"]
-        row["gap_paid"] = row["gap_paid_ci"] = None
-        if h != l and gap > 0:
-            row["gap_paid"] = (row["gen_ppl"] - rows[h]["gen_ppl"]) / gap
-            with np.errstate(divide="ignore", invalid="ignore"):
-                paid_R = (mean_RS[:, s] - mean_RS[:, h]) / (mean_RS[:, l] - mean_RS[:, h])
-            clear = bool((mean_RS[:, l] > mean_RS[:, h]).mean() > 0.975)  # else the gap itself is in doubt
-            ends = np.quantile(paid_R, [0.025, 0.975]) if clear else (math.nan, math.nan)
-            row["gap_paid_ci"] = [metrics.finite(float(v)) for v in ends]
-        flops, most = row["flops"], rows[h]["flops"]
-        row["flops_saved"] = None if flops is None or not most else 1 - flops / most
-        row["blocks_saved"] = None
-        if None not in depths.values() and not math.isinf(entry.steps) and not math.isinf(entries[h].steps):
-            blocks = sum(depths[name] or 0 for name in entry.schedule.timetable(int(entry.steps)).models)
-            row["blocks_saved"] = 1 - blocks / (entries[h].steps * (depths[heavy] or 1))
-
-
-def _comparisons(rows: Sequence[dict[str, Any]], log_Sn: np.ndarray) -> dict[str, Any]:
-    """Paired differences to the first row, places, and the samples it takes to tell any two rows apart."""
-    weights_Rn = metrics.resampling_weights(log_Sn.shape[1])
-    paired = []
-    for row, log_n in zip(rows[1:], log_Sn[1:], strict=True):
-        difference = metrics.paired_difference(log_n, log_Sn[0], weights_Rn)
-        paired.append({"schedule": row["schedule"], "reference": rows[0]["schedule"], **difference})
-    for item, p in zip(paired, metrics.holm([item["p"] for item in paired]), strict=True):
-        item["p_holm"] = p
-    for row, place in zip(rows, metrics.ranks(log_Sn, weights_Rn), strict=True):
-        row |= place
-    needed = []
-    for i, a_n in enumerate(log_Sn):
-        d = [(a_n - b_n)[np.isfinite(a_n) & np.isfinite(b_n)] for b_n in log_Sn]
-        needed.append(
-            [None if i == j else metrics.samples_needed(float(x.mean()), float(x.std(ddof=1))) for j, x in enumerate(d)]
-        )
-    contests = []
-    for s, row in enumerate(rows):
-        for r, other in enumerate(rows):
-            if row["schedule"] in other["rival_of"]:
-                difference = metrics.paired_difference(log_Sn[r], log_Sn[s], weights_Rn)
-                ratio = None if not row["flops"] or other["flops"] is None else other["flops"] / row["flops"]
-                outcome = ("wins" if difference["difference"] < 0 else "loses") if difference["differs"] else "level"
-                contests.append(
-                    {
-                        "schedule": row["schedule"],
-                        "rival": other["schedule"],
-                        "what": other["rival"],
-                        "outcome": outcome,
-                        "flops_ratio": ratio,
-                        "entropy_difference": other["entropy"] - row["entropy"],
-                        **difference,
-                    }
-                )
-    return {"paired": paired, "samples_needed": needed, "rivals": contests}
-
-
-def _verdict(result: Mapping[str, Any]) -> str:
-    """The first line."""
-    contests = result["rivals"]
-    if not contests:
-        mixed = any(row["kind"] == "asked" and len(row["calls_by_model"]) > 1 for row in result["rows"])
-        return "The equal-compute rivals were left out." if mixed else "No mixed schedule, so no equal-compute rival."
-
-    def show(item: Mapping[str, Any]) -> str:
-        margin = (item["ci"][1] - item["ci"][0]) / 2
-        flops = "" if item["flops_ratio"] is None else f" at {item['flops_ratio']:.1%} of its FLOPs"
-        return (
-            f"{item['rival']} ({item['what']}) against {item['schedule']}: {item['difference']:+.4f} +- {margin:.4f} "
-            f"in log-perplexity{flops}, entropy {item['entropy_difference']:+.3f}"
-        )
-
-    winners = sorted((item for item in contests if item["outcome"] == "wins"), key=lambda item: item["difference"])
-    if winners:
-        beaten = {item["schedule"] for item in winners}
-        return f"AN EQUAL-COMPUTE RIVAL WINS against {', '.join(sorted(beaten))}. {show(winners[0])}."
-    level = [item for item in contests if item["outcome"] == "level"]
-    if level:
-        best = min(level, key=lambda item: item["difference"])
-        known = f"No equal-compute rival is shown to win, but {len(level)} of {len(contests)} cannot be told apart"
-        return f"{known}. {show(best)}."
-    return f"Every equal-compute rival loses ({len(contests)} of them)."
-
-
-# ------------------------------------------------------------------------------------------------ showing
-
-
-def render(result: Mapping[str, Any]) -> str:
-    """The comparison as text: the verdict on the rivals first, then the table."""
-    rows, paired = result["rows"], {item["schedule"]: item for item in result["paired"]}
-    words = "word_entropy" in rows[0]
-    bounded = any(row["bound"] is not None for row in rows)
-    head = ["schedule", "gen ppl", "corpus", "entropy", *(["words"] if words else []), "distinct-4", "log-ppl diff"]
-    head += ["gap paid", "blocks saved", "FLOPs saved", "calls/row", "s", "rank", *(["bound"] if bounded else [])]
-    lines = []
-    for row in rows:
-        mark = {"asked": " ", "anchor": "·", "rival": "≈"}[row["kind"]]
-        item = paired.get(row["schedule"])
-        difference = (
-            "reference" if item is None else _plus_minus(item["difference"], item["ci"], "+.4f", item["differs"])
-        )
-        cells = [
-            f"{mark} {row['schedule']}",
-            _plus_minus(row["gen_ppl"], row["gen_ppl_ci"], ".3f"),
-            f"{row['corpus_ppl']:.3f}",
-            _plus_minus(row["entropy"], row["entropy_ci"], ".3f"),
-            *([f"{row['word_entropy']:.3f}"] if words else []),
-            "" if row["distinct_4"] is None else f"{row['distinct_4']:.3f}",
-            difference,
-            _percent(row["gap_paid"]),
-            _percent(row["blocks_saved"]),
-            _percent(row["flops_saved"]),
-            f"{row['calls'] / result['n']:.1f}",
-            f"{row['seconds']:.1f}",
-            f"{row['rank']} ({row['rank_ci'][0]}-{row['rank_ci'][1]})",
-        ]
-        if bounded:
-            cells.append("" if row["bound"] is None else f"{row['bound']['bits']:.4f}")
-        lines.append(cells)
-    widths = [max(len(line[k]) for line in [head, *lines]) for k in range(len(head))]
-    table = [
-        "  ".join(
-            cell.ljust(width) if k == 0 else cell.rjust(width) for k, (cell, width) in enumerate(zip(line, widths))
-        )
-        for line in [head, *lines]
-    ]
-    about = (
-        f"{result['n']} samples a row, length {result['length']}, T = {result['steps']}, judge {result['judge']}"
-        f"{' (MDLM recipe)' if result['recipe'] == 'mdlm' else ''}; 95% intervals; differences are paired, to "
-        f"{rows[0]['schedule']}, * where it is not chance; ≈ an equal-compute rival, · for the gap"
-    )
-    notes = [f"note: {note}" for note in result.get("store_notes", [])]
-    unscored = sum(row["unscored"] for row in rows)
-    notes += [f"note: {unscored} samples have a single token and so no perplexity"] if unscored else []
-    return "\n".join([result["verdict"], "", *table, "", about, *notes])
-
-
-def _plus_minus(value: float, ci: Sequence[float | None], form: str, star: bool = False) -> str:
-    low, high = ci
-    margin = "" if low is None or high is None else f" +- {(high - low) / 2:{form.lstrip('+')}}"
-    return f"{value:{form}}{margin}{'*' if star else ''}"
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
 
 
 # ------------------------------------------------------------------------------------------------ small things

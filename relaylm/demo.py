@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from relaylm.family import Family, bundled
+from relaylm.family import Family
+from relaylm.family_folder import bundled
 from relaylm.sampler import Samples, sample
 from relaylm.terminal import has_colours, legend, side_by_side
 

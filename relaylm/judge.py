@@ -264,9 +264,9 @@ def _own_network(family: Family) -> Transformer:
     stored = family.stored
     entry = stored.manifest["judge"] if stored is not None else None
     if stored is not None and entry is not None and stored.dtype not in (torch.float32, torch.float64):
-        from relaylm.family import _load_network
+        from relaylm.family_folder import load_network
 
-        return _load_network(stored.folder, "judge", entry, family.device, torch.float32)
+        return load_network(stored.folder, "judge", entry, family.device, torch.float32)
     if family.judge is None:
         raise UserError("this family has no judge of its own: choose one, as hf:gpt2-large or gguf:PATH")
     return family.judge

@@ -481,7 +481,7 @@ def sample(
     if steps is None and not (isinstance(policy, Schedule) and policy.steps is not None):
         steps = policy.steps if isinstance(policy, Timetable) else given.shape[-1]
     plan = make_plan(n, given.shape[-1], seed, given, first_row)
-    streamer = callback if hasattr(callback, "put") else None
+    streamer: Any = callback if hasattr(callback, "put") else None
     if streamer is not None:
         callback = _Draft(streamer, plan.given_nL[0], family.mask_id)
     names = policy.models if isinstance(policy, (Schedule, Timetable)) else tuple(family.models)
@@ -500,7 +500,7 @@ def sample(
         callback=callback,
         on_calls=on_calls,
     )
-    if streamer is not None:
+    if streamer is not None:  # the whole first row, once it is written
         streamer.put(torch.from_numpy(samples.tokens[:1]))
         streamer.end()
     texts = [] if family.tokenizer is None else [family.tokenizer.decode(row) for row in samples.tokens]

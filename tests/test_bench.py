@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from relaylm import bench as benchmark
-from relaylm.bench import Decoder, Side, Window, bench, executed_flops, kl_to_fp32, random_network, render
+from relaylm import bench_parts, reference
+from relaylm.bench import bench, render
+from relaylm.bench_parts import executed_flops, kl_to_fp32
 from relaylm.denoiser import Architecture
 from relaylm.errors import UserError
 from relaylm.plan import make_plan
+from relaylm.published import Side, Window, compiled_step, random_network
+from relaylm.rival import Decoder
 from relaylm.sampler import denoise
 from relaylm.schedule import Schedule
 
@@ -42,7 +45,7 @@ TOY: dict[str, Any] = {
 def result() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:  # a compiler takes too long for a quick test
         patch.setattr(
-            benchmark, "_compiled_step", lambda side: (_ for _ in ()).throw(RuntimeError("no compiler\nat all"))
+            bench_parts, "compiled_step", lambda side: (_ for _ in ()).throw(RuntimeError("no compiler\nat all"))
         )
         return bench(**TOY)
 
@@ -93,7 +96,7 @@ def test_shares(result: dict[str, Any]) -> None:
 
 def test_growth(result: dict[str, Any]) -> None:
     growth = result["growth"]
-    assert growth["calls_within_bound"] and [e["rows"] for e in growth["over_rows"]] == [4, 8, 16]
+    assert growth["calls_within_bound"] and [e["rows"] for e in growth["over_rows"]] == [4, 8, 12]
     assert [e["depth"] for e in growth["over_depth"]] == [1, 2, 3]
     assert all(e["calls"] <= e["rows"] * e["at_most"] for e in growth["over_rows"] + growth["over_depth"])
 
@@ -107,7 +110,7 @@ def test_render(result: dict[str, Any]) -> None:
 
 
 def test_fit_finds_a_line() -> None:
-    fit = benchmark._fit([0, 0.5, 1.0, 0.25], [0.1, 0.45, 0.8, 0.275])
+    fit = bench_parts._fit([0, 0.5, 1.0, 0.25], [0.1, 0.45, 0.8, 0.275])
     assert math.isclose(fit["value"], 0.7) and math.isclose(fit["intercept"], 0.1)
     assert fit["ci"] == pytest.approx([0.7, 0.7])
 
@@ -146,7 +149,7 @@ def test_the_compiled_form_is_the_published_step(monkeypatch: pytest.MonkeyPatch
     """With the same noise both write the same tokens (not compiled here)."""
     side = _side()
     monkeypatch.setattr(torch, "compile", lambda f: f)
-    step = benchmark._compiled_step(side)
+    step = compiled_step(side)
     window = Window(side, 0.5, 10, 4, 64, 8, 0)
     u_BLV = torch.rand(64, 8, 40, generator=torch.Generator().manual_seed(5))
     monkeypatch.setattr(torch, "rand", lambda *_, **__: u_BLV)
@@ -154,7 +157,7 @@ def test_the_compiled_form_is_the_published_step(monkeypatch: pytest.MonkeyPatch
     t_B = torch.full((64,), 0.5)
     with torch.inference_mode():
         mine = step(window.x_BL, t_B, t_B - 0.1)
-        theirs = benchmark.reference.ddpm_step(side, window.x_BL, 0.5, 0.1, 39, window.generator)
+        theirs = reference.ddpm_step(side, window.x_BL, 0.5, 0.1, 39, window.generator)
     assert torch.equal(mine, theirs) and not torch.equal(mine, window.x_BL)
 
 

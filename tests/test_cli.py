@@ -16,7 +16,7 @@ import torch
 
 from relaylm import cli
 from relaylm.denoiser import Architecture, Transformer
-from relaylm.family import save_family
+from relaylm.family_folder import save_family
 from relaylm.tokenizer import Text8Tokenizer
 
 COMMON = {"--json", "--config", "-h", "--help"}
@@ -30,8 +30,9 @@ FLAGS = {
     "prepare": COMMON | {"--tokenizer", "--packing", "--length", "--holdout", "--license"},
     "train": COMMON | {"--preset", "--depths", "--twin", "--judge", "--name", "--set", "--force", "--device"},
     "compare": COMMON
-    | {"--family", "--schedules", "-n", "--n", "-T", "--steps", "--length", "--prompts", "--judge", "--recipe", "--seed"}
-    | {"--no-rivals", "--bound", "--light", "--heavy", "--batch-size", "--store", "--fresh", "--plot", "--device"},
+    | {"--family", "--schedules", "-n", "--n", "-T", "--steps", "--length", "--prompts", "--judge", "--recipe"}
+    | {"--no-rivals", "--bound", "--light", "--heavy", "--batch-size", "--store", "--fresh", "--plot"}
+    | {"--seed", "--device"},
     "importance": COMMON
     | {"--family", "--text", "--states", "--pairs", "--timesteps", "--sequences", "--plot", "--seed", "--device"},
     "bound": COMMON

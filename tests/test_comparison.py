@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from relaylm import comparison as module
-from relaylm.comparison import compare, expected_flops, render, row_costs, steps_within
+from relaylm.comparison import compare, render, row_costs
+from relaylm.contenders import expected_flops, steps_within
 from relaylm.denoiser import Architecture, Transformer
 from relaylm.errors import UserError
 from relaylm.family import Family
@@ -20,6 +21,7 @@ from relaylm.judge import score
 from relaylm.sampler import sample
 from relaylm.schedule import Schedule
 from relaylm.tokenizer import Text8Tokenizer
+from relaylm.verdict import comparisons, verdict
 
 VOCAB, LENGTH = 28, 16
 ROW = "schedule gen_ppl gen_ppl_ci corpus_ppl entropy bound gap_paid blocks_saved flops_saved calls seconds"
@@ -151,7 +153,7 @@ def test_the_first_line_names_the_winner() -> None:
             {"schedule": name, "kind": kind, "rival": what, "rival_of": of, "flops": 1e9, "entropy": 3.0}
             for name, kind, what, of in (("mix", "asked", None, []), ("10b", "rival", "one model", ["mix"]))
         ]
-        return module._verdict({"rows": rows, **module._comparisons(rows, logs)})
+        return verdict({"rows": rows, **comparisons(rows, logs)})
 
     assert line(-0.1).startswith("AN EQUAL-COMPUTE RIVAL WINS against mix. 10b (one model) against mix: -0.1")
     assert "100.0% of its FLOPs" in line(-0.1)

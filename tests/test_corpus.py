@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from relaylm import corpus
-from relaylm.corpus import TokenFile, prepare, read_text
+from relaylm import text as room
+from relaylm.corpus import TokenFile, prepare
 from relaylm.errors import UserError
+from relaylm.text import read_text
 from relaylm.tokenizer import JsonTokenizer
 
 
@@ -129,7 +130,7 @@ def test_the_size_of_pieces_changes_nothing(
     source = put(tmp_path / "a.txt", text)
     results = []
     for piece in (1 << 20, 1000, 333):
-        monkeypatch.setattr(corpus, "_PIECE", piece)
+        monkeypatch.setattr(room, "_PIECE", piece)
         folder = tmp_path / str(piece)
         results.append(prepare(source, folder, tokenizer=tokenizer, packing=packing, length=12, progress=False))
     assert len({made.train.tobytes() for made in results}) == 1
@@ -278,7 +279,7 @@ def test_what_a_killed_run_left_is_written_anew(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "_PIECE", 1 << 14)
+    monkeypatch.setattr(room, "_PIECE", 1 << 14)
     peaks = []
     for size in (1, 16):
         source = put(tmp_path / f"{size}.txt", "some text here\n" * (20_000 * size))

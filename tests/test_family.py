@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from relaylm import family as room
+from relaylm import family_folder as room
 from relaylm.denoiser import Architecture, FromLogits, Transformer
 from relaylm.errors import UserError
-from relaylm.family import Family, bundled, describe, lay_out, list_families, save_family
+from relaylm.family import Family, describe, lay_out, list_families
+from relaylm.family_folder import bundled, save_family
+from relaylm.members import pick_device
 from relaylm.tokenizer import ByteTokenizer, JsonTokenizer, Text8Tokenizer
 
 TEXT8 = Text8Tokenizer()
@@ -152,10 +154,10 @@ def test_batch_size_on_cuda(monkeypatch: pytest.MonkeyPatch, free: int, length: 
 
 
 def test_devices() -> None:
-    assert room.pick_device("auto").type in ("cpu", "cuda", "mps")
+    assert pick_device("auto").type in ("cpu", "cuda", "mps")
     for bad in ("gpu", "xpu", "meta", "cuda:99"):
         with pytest.raises(UserError, match=r"write auto"):
-            room.pick_device(bad)
+            pick_device(bad)
 
 
 # ------------------------------------------------------------------------------------------------------- round trips
@@ -606,7 +608,7 @@ def test_a_crash_leaves_the_old_or_the_new(tmp_path: Path, kind: str, before: st
 FOREVER = """
 import sys, torch
 from relaylm.denoiser import Architecture, Transformer
-from relaylm.family import save_family
+from relaylm.family_folder import save_family
 models = []
 for value in (1.0, 2.0):
     model = Transformer(Architecture(vocab_size=28, length=16, width=8, depth=1, heads=2)).requires_grad_(False)

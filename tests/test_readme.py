@@ -32,7 +32,7 @@ import torch
 import relaylm
 from relaylm import cli
 from relaylm.denoiser import Architecture, Transformer
-from relaylm.family import save_family
+from relaylm.family_folder import save_family
 from relaylm.tokenizer import Text8Tokenizer
 
 ROOT = Path(__file__).parent.parent

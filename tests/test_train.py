@@ -17,17 +17,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from relaylm import checkpoint, train
+from relaylm import checkpoint, loop, train
 from relaylm.bound import bound, bound_text, causal_bound, spread_rows
 from relaylm.corpus import TokenFile, prepare
 from relaylm.denoiser import Architecture, FromLogits
 from relaylm.errors import UserError
 from relaylm.family import Family
+from relaylm.loop import train_model
 from relaylm.objective import Batches, mask_words, places, shuffled
 from relaylm.recipe import Preset, Recipe, ema_decay, load_preset, lr_at, override, presets
 from relaylm.schedule import Timetable
 from relaylm.tokenizer import Text8Tokenizer
-from relaylm.train import Trainer, World, throughput, train_family, train_model, training_flops
+from relaylm.train import throughput, train_family
+from relaylm.trainer import Trainer, World, training_flops
 
 CPU = World(torch.device("cpu"))
 TEXT = " ".join(f"{a} {b} {c}" for a, b, c in itertools.product(("red", "old", "two"), ("cat", "dog"), ("ran", "sat")))
@@ -47,7 +49,7 @@ def shape(corpus: TokenFile, **changes: int | bool) -> Architecture:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    found = checkpoint.load(folder / train.CHECKPOINT)
+    found = checkpoint.load(folder / loop.CHECKPOINT)
     assert found is not None
     return found[0]
 
@@ -390,13 +392,13 @@ def test_training_learns(corpus: TokenFile, tmp_path: Path) -> None:
     changes = {"steps": 150, "lr": 5e-3, "dropout": 0.0, "log_every": 10, "eval_every": 75, "sample_every": 75}
     recipe = override(Preset(recipe=TOY), **changes).recipe
     summary = train_model(corpus, tmp_path, shape(corpus, width=32), recipe, progress=False)
-    rows = [json.loads(line) for line in (tmp_path / train.METRICS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / loop.METRICS).read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses[-1] < losses[0] - 0.8
     assert summary["heldout"]["bits"] < 3.4  # 27 symbols are 4.75 bits, single letters of this text 3.6
     assert any("heldout_bits" in row for row in rows)
     assert rows[-1]["tokens"] == 150 * 8 * 16 and {"tokens_per_s", "masked_per_s", "mfu", "lr"} <= rows[0].keys()
-    drawn = json.loads((tmp_path / train.SAMPLES).read_text().splitlines()[0])
+    drawn = json.loads((tmp_path / loop.SAMPLES).read_text().splitlines()[0])
     assert drawn["step"] == 75 and len(drawn["texts"]) == 4 and len(drawn["texts"][0]) == 16
 
 
@@ -416,19 +418,19 @@ def test_interrupted_and_resumed_is_uninterrupted(
         patch.setattr(Trainer, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train_model(corpus, tmp_path / "parts", shape(corpus), TOY, progress=False)
-    found = checkpoint.load(tmp_path / "parts" / train.CHECKPOINT)
+    found = checkpoint.load(tmp_path / "parts" / loop.CHECKPOINT)
     assert found is not None and found[1]["step"] == 7
     train_model(corpus, tmp_path / "parts", shape(corpus), TOY, progress=False)
     assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
 
     def lines(name: str) -> list[tuple[int, float]]:
-        return [(row["step"], row["tokens"]) for row in map(json.loads, open(tmp_path / name / train.METRICS))]
+        return [(row["step"], row["tokens"]) for row in map(json.loads, open(tmp_path / name / loop.METRICS))]
 
     assert sorted(set(lines("parts")) - {(7, 7 * 128)}) == lines("whole")
     # A finished run is not trained again.
-    before = (tmp_path / "parts" / train.CHECKPOINT).stat().st_mtime_ns
+    before = (tmp_path / "parts" / loop.CHECKPOINT).stat().st_mtime_ns
     train_model(corpus, tmp_path / "parts", shape(corpus), TOY, progress=False)
-    assert (tmp_path / "parts" / train.CHECKPOINT).stat().st_mtime_ns == before
+    assert (tmp_path / "parts" / loop.CHECKPOINT).stat().st_mtime_ns == before
 
 
 def test_a_changed_recipe_or_corpus_is_named(corpus: TokenFile, tmp_path: Path) -> None:
@@ -466,7 +468,7 @@ def test_a_broken_loss_stops_and_keeps_the_last_good_checkpoint(
     monkeypatch.setattr(Trainer, "step", broken)
     with pytest.raises(UserError, match="diverges" if value == 1e6 else "not a number any more at step 145"):
         train_model(corpus, tmp_path / "m", shape(corpus), recipe, progress=False)
-    found = checkpoint.load(tmp_path / "m" / train.CHECKPOINT)
+    found = checkpoint.load(tmp_path / "m" / loop.CHECKPOINT)
     assert found is not None and found[1]["step"] == 140
     assert all(bool(torch.isfinite(tensor).all()) for tensor in found[0].values())
 
@@ -494,10 +496,10 @@ def test_a_family_from_text(corpus: TokenFile, tmp_path: Path) -> None:
     assert not torch.equal(first["weights/vocab_embed.embedding"], twin["weights/vocab_embed.embedding"])
     # Again: nothing is retrained, and another depth is added to what is there.
     grown = override(preset, depths=(1, 2, 3))
-    stamp = (tmp_path / "out" / "models" / "2b" / train.CHECKPOINT).stat().st_mtime_ns
+    stamp = (tmp_path / "out" / "models" / "2b" / loop.CHECKPOINT).stat().st_mtime_ns
     folder = train_family(corpus.folder, tmp_path / "out", grown, device="cpu", progress=False)
     assert Family.load(folder).names == ("1b", "2b", "3b")
-    assert (tmp_path / "out" / "models" / "2b" / train.CHECKPOINT).stat().st_mtime_ns == stamp
+    assert (tmp_path / "out" / "models" / "2b" / loop.CHECKPOINT).stat().st_mtime_ns == stamp
 
 
 @pytest.mark.parametrize("name", ["owt", "lm1b", "wiki-char", "books-char", "wiki-bpe"])
@@ -559,7 +561,8 @@ torch.set_num_threads(1)
 from relaylm.corpus import TokenFile
 from relaylm.denoiser import Architecture
 from relaylm.recipe import Recipe
-from relaylm.train import train_model, world
+from relaylm.loop import train_model
+from relaylm.trainer import world
 folder, out, shard = sys.argv[1:]
 corpus = TokenFile.load(folder)
 recipe = Recipe(batch=8, steps=100, warmup=10, lr=1e-3, dropout=0.0, ema=0.9, log_every=1, eval_every=40, eval_rows=4,
@@ -570,7 +573,7 @@ with world("cpu") as where:
 
 
 def losses_of(folder: Path) -> list[float]:
-    return [row["loss"] for row in map(json.loads, open(folder / train.METRICS)) if "loss" in row]
+    return [row["loss"] for row in map(json.loads, open(folder / loop.METRICS)) if "loss" in row]
 
 
 @pytest.mark.parametrize("shard", ["0", pytest.param("1", marks=pytest.mark.slow)])

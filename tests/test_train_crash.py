@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from relaylm import checkpoint, train
+from relaylm import checkpoint, loop
 from relaylm.corpus import TokenFile, prepare
 from relaylm.denoiser import Architecture
 from relaylm.errors import UserError
+from relaylm.loop import train_model
 from relaylm.recipe import Recipe
-from relaylm.train import train_model
 
 SHAPE = Architecture(28, 8, 8, 1, 1)
 RECIPE = Recipe(steps=6, batch=4, warmup=2, lr=1e-2, ema=0.9, log_every=2, eval_rows=2, checkpoint_every=2)
@@ -67,7 +67,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> TokenFile:
 
 
 def final(folder: Path) -> dict[str, torch.Tensor]:
-    found = checkpoint.load(folder / train.CHECKPOINT)
+    found = checkpoint.load(folder / loop.CHECKPOINT)
     assert found is not None and found[1]["step"] == RECIPE.steps
     return found[0]
 
@@ -112,7 +112,7 @@ def run_with_faults(corpus: TokenFile, tmp_path: Path, monkeypatch: pytest.Monke
             with fault(monkeypatch, at, FAULTS[kind]) as made:
                 train_model(corpus, folder, SHAPE, RECIPE, progress=False)
         except (UserError, Killed):
-            found = checkpoint.load(folder / train.CHECKPOINT)
+            found = checkpoint.load(folder / loop.CHECKPOINT)
             assert found is not None or made[:at].count("replace") <= 1  # the first is that of metrics.jsonl
         else:
             assert at >= len(made)
@@ -168,7 +168,7 @@ import os, random, signal, sys, time
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from relaylm import checkpoint, train
+from relaylm import checkpoint, loop
 from relaylm.corpus import TokenFile
 from relaylm.denoiser import Architecture
 from relaylm.recipe import Recipe
@@ -181,7 +181,7 @@ def start(folder):
     child = os.fork()
     if child == 0:
         try:
-            train.train_model(corpus, folder, Architecture(28, 8, 16, 1, 1), recipe, progress=False)
+            loop.train_model(corpus, folder, Architecture(28, 8, 16, 1, 1), recipe, progress=False)
             os._exit(0)
         except BaseException as error:
             print(repr(error), file=sys.stderr)
@@ -194,7 +194,7 @@ def finish(child):
 began = time.monotonic()
 finish(start(root / "whole"))
 duration = time.monotonic() - began
-expected, _ = checkpoint.load(root / "whole" / train.CHECKPOINT)
+expected, _ = checkpoint.load(root / "whole" / loop.CHECKPOINT)
 chance = random.Random(seed)
 early = 0
 for i in range(kills):
@@ -204,7 +204,7 @@ for i in range(kills):
     os.kill(child, signal.SIGKILL)
     early += os.waitpid(child, 0)[1] == signal.SIGKILL
     finish(start(folder))
-    found, state = checkpoint.load(folder / train.CHECKPOINT)
+    found, state = checkpoint.load(folder / loop.CHECKPOINT)
     assert state["step"] == 24 and found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected), i
 print(f"killed {early} of {kills} in a run of {duration:.2f} s")

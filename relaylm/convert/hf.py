@@ -400,7 +400,7 @@ def _load(
 ) -> Any:
     """The model, by transformers' own loader; a tensor it would have to make up is refused by name."""
     transformers = _transformers()
-    from relaylm.family import DTYPES
+    from relaylm.members import DTYPES
 
     if dtype is not None:
         dtype = DTYPES[str(dtype).removeprefix("torch.")]

@@ -186,14 +186,14 @@ def found(
 def network(
     architecture: Architecture, tensors: Mapping[str, Lazy], device: torch.device, dtype: torch.dtype | None, fold: bool
 ) -> Transformer:
-    from relaylm.family import _pick_dtype, _place
+    from relaylm.members import pick_dtype, place
 
-    chosen = _pick_dtype(dtype, device)
+    chosen = pick_dtype(dtype, device)
     wide = torch.float64 if chosen == torch.float64 else torch.float32
     model = build(architecture, {key: lazy.read().to(wide) for key, lazy in tensors.items()})
     if fold and architecture.adaln and not architecture.time_conditioning:
         model = model.fold()
-    return _place(model, device, chosen)
+    return place(model, device, chosen)
 
 
 def check_frequencies(tensors: Mapping[str, Any], architecture: Architecture, where: Path) -> None:

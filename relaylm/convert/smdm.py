@@ -92,9 +92,9 @@ def open_file(path: Path, name: str, options: Options) -> Found:
     check(tensors, layout(size), path)
 
     def make(device: torch.device, dtype: torch.dtype | None, fold: bool) -> Smdm:
-        from relaylm.family import _pick_dtype
+        from relaylm.members import pick_dtype
 
-        chosen = _pick_dtype(dtype, device)
+        chosen = pick_dtype(dtype, device)
         wide = torch.float64 if chosen == torch.float64 else torch.float32
         model = Smdm(size, {key: tensors[key].read().to(wide) for key in layout(size)})
         return model.to(device) if chosen == wide else model.to(device).cast(chosen)

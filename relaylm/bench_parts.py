@@ -1,0 +1,419 @@
+r"""The parts of `relaylm bench`: each measures one thing of a `Job`, and returns it ready for JSON.
+
+Everything that is compared is interleaved, so that a machine whose speed drifts does not favour either side. Times are
+in milliseconds per row-step: one row (sample), one of its T steps.
+
+Shapes: n rows in all, B in a call, L positions, K places for due positions in a row, N kept for the head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from relaylm import reference
+from relaylm.denoiser import Architecture, Transformer, build
+from relaylm.diffusion import LINEAR
+from relaylm.engine import Shape, settings
+from relaylm.plan import Plan, make_events, make_plan, race
+from relaylm.published import Side, Window, compiled_step, corrupted, device_seconds_of, dtype_of, seconds_of
+from relaylm.sampler import Samples, call_shapes, denoise
+from relaylm.schedule import sandwich
+
+LEVELS = (0.9, 0.5, 0.1)  # noise levels t at which the reference is timed
+SHARES = tuple(range(0, 101, 10))  # per cent of light steps
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure. Steps for each noise level, repeats of each light share, seconds to aim at."""
+
+    window: int  # steps of the published reference at each level
+    window_other: int  # of the cached and the compiled one
+    sweep: int  # steps for each batch size that is tried
+    trajectory: int  # steps of the full trajectory of the check, at most T
+    runs: int  # end-to-end runs of the engine, each heavy and light
+    repeats: int  # of each light share
+    share_seconds: float  # for all of the light shares together
+    products: int  # matrix products whose median is the machine's rate
+
+    @classmethod
+    def of(cls, device: torch.device, quick: bool) -> Effort:
+        if quick:
+            return cls(4, 3, 2, 8, 1, 2, 10.0, 4)
+        if device.type == "cuda":
+            return cls(100, 20, 6, 1000, 1, 3, 40.0, 20)
+        return cls(100, 34, 3, 64, 2, 3, 240.0, 20)
+
+
+@dataclass
+class Job:
+    """What is measured: two models and the size of the problem."""
+
+    heavy: Side
+    light: Side
+    device: torch.device
+    length: int
+    steps: int
+    batch: int  # rows in an engine call
+    rows: int  # rows of an end-to-end run
+    seed: int
+    effort: Effort
+
+    def engine(self, plan: Plan, share: float, batch: int | None = None) -> tuple[float, Samples]:
+        """Wall seconds and samples of one run of the engine under a sandwich with a share of light steps."""
+        models = {"light": self.light.engine, "heavy": self.heavy.engine}
+        schedule = sandwich(f"{share:g}%").bind("light", "heavy")
+        mask_id, out = self.heavy.engine.mask_id, []
+        options: dict[str, Any] = {"steps": self.steps, "batch_size": batch or self.batch, "device": self.device}
+        seconds = seconds_of(
+            lambda: out.append(denoise(models, schedule, plan, mask_id=mask_id, heavy="heavy", **options)), self.device
+        )
+        return seconds, out[0]
+
+    @property
+    def times(self) -> list[float]:
+        return [k / self.steps for k in range(self.steps, -1, -1)]
+
+    def plan(self, rows: int, free: int) -> Plan:
+        """A plan whose positions are given, random tokens, but for the last `free`: fewer calls of the same cost."""
+        if free >= self.length:
+            return make_plan(rows, self.length, self.seed)
+        a = self.heavy.engine.architecture
+        given = corrupted((rows, self.length), 0.0, a.mask_id, a.vocab_size, self.seed).numpy()
+        given[given == a.mask_id] = 0
+        given[:, self.length - free :] = -1
+        return make_plan(rows, self.length, self.seed, given)
+
+    def window(self, side: Side, level: float, count: int, batch: int) -> Window:
+        return Window(side, level, self.steps, count, batch, self.length, self.seed)
+
+
+# ------------------------------------------------------------------------------------------------ against the reference
+
+
+def _products(device: torch.device, dtype: torch.dtype, count: int) -> list[float]:
+    """TFLOP/s of single square matrix products: 8192^3 on CUDA, 1024^3 elsewhere."""
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    torch.mm(a, b, out=out)
+    return [2 * size**3 / seconds_of(lambda: torch.mm(a, b, out=out), device) / 1e12 for _ in range(count)]
+
+
+def against_reference(job: Job, batch: dict[str, int]) -> dict[str, Any]:
+    """The heart: windows of the published sampler and end-to-end runs of the engine, in ABBA order."""
+    effort, device = job.effort, job.device
+    dtype = dtype_of(job.heavy.engine)
+    sides = {"heavy": job.heavy, "light": job.light}
+    windows: dict[str, list[float]] = {name: [] for name in sides}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    samples: dict[str, Samples] = {}
+    products: list[float] = []
+    plan = job.plan(job.rows, job.length)
+    each = -(-effort.products // (2 * effort.runs))
+    for i in range(max(len(LEVELS), effort.runs)):
+        order = ["heavy", "light"] if i % 2 == 0 else ["light", "heavy"]
+        for name in order:
+            if i < len(LEVELS):
+                with torch.inference_mode():
+                    window = job.window(sides[name], LEVELS[i], effort.window, batch[name])
+                    window.ddpm(1)
+                    windows[name].append(window.ms(window.ddpm))
+                del window
+            if i < effort.runs:
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+                products += _products(device, dtype, each)
+                took, samples[name] = job.engine(plan, 100 if name == "light" else 0)
+                seconds[name].append(took)
+    rate = float(np.median(products))
+    engine_ms = {name: float(np.mean(seconds[name])) * 1e3 / (job.rows * job.steps) for name in sides}
+    reference_ms = {name: float(np.mean(windows[name])) for name in sides}
+    flops = {name: executed_flops(sides[name].engine, plan, samples[name], job.batch) for name in sides}
+    limit = {name: flops[name] / float(np.mean(seconds[name])) / 1e12 / rate for name in sides}
+    calls = {name: samples[name].cost.total_calls / job.rows for name in sides}
+    return {
+        "reference_ms_per_row_step": reference_ms["heavy"],
+        "reference_light_ms_per_row_step": reference_ms["light"],
+        "engine_ms_per_row_step": engine_ms["heavy"],
+        "engine_light_ms_per_row_step": engine_ms["light"],
+        "speedup": reference_ms["heavy"] / engine_ms["heavy"],
+        "speedup_light": reference_ms["light"] / engine_ms["light"],
+        "matmul_tflops": rate,
+        "matmul": {"dtype": str(dtype).removeprefix("torch."), "products": len(products), "all": products},
+        "fraction_of_limit": limit["heavy"],
+        "fraction_of_limit_light": limit["light"],
+        "windows_ms_per_row_step": {name: dict(zip(map(str, LEVELS), windows[name])) for name in sides},
+        "engine_runs": {
+            name: {
+                "rows": job.rows,
+                "seconds": seconds[name],
+                "rows_per_second": job.rows / float(np.mean(seconds[name])),
+                "calls_per_row": calls[name],
+                "network_calls": samples[name].cost.network_calls,
+                "padded_calls": samples[name].cost.padded_calls,
+                "executed_tflop": flops[name] / 1e12,
+            }
+            for name in sides
+        },
+        "_samples": samples["heavy"],
+    }
+
+
+def other_windows(job: Job, batch: int, compiled: bool) -> float:
+    """Milliseconds per row-step of the cached or the compiled reference, heavy model, mean over the levels."""
+    step = compiled_step(job.heavy) if compiled else None
+    values = []
+    with torch.inference_mode():
+        for level in LEVELS:
+            window = job.window(job.heavy, level, job.effort.window_other, batch)
+            if step is None:
+                values.append(window.ms(window.ddpm_cache))
+            else:
+                window.compiled(step, 3)  # compiles
+                values.append(window.ms(lambda w=window: w.compiled(step)))  # type: ignore[misc]
+    return float(np.mean(values))
+
+
+def trajectory(job: Job, sweep: dict[str, Any]) -> dict[str, Any]:
+    """`ddpm` from pure mask to the end, as a check of the windows; noise removal is one more pass. At the smallest
+    batch that was tried, compared with its own window: a whole trajectory at the best one takes minutes."""
+    steps = min(job.steps, job.effort.trajectory)
+    schedule = sandwich("0%").bind("light", "heavy")
+    options: dict[str, Any] = {"mask_id": job.heavy.published.mask_id, "steps": steps, "device": job.device}
+    batch, window_ms = min((int(batch), ms) for batch, ms in sweep["ms_per_row_step"].items())
+    run = reference.sample_reference({"heavy": job.heavy}, schedule, batch, job.length, seed=job.seed, **options)
+    ms = run.seconds * 1e3 / (batch * (steps + 1))
+    return {"steps": steps, "batch": batch, "ms_per_row_step": ms, "relative_to_windows": ms / window_ms}
+
+
+def bound(job: Job, batch: int, step_ms: float) -> dict[str, float]:
+    """Amdahl's bound on what smaller blocks alone can give the published sampler. alpha is the share of its time that
+    is not spent in blocks; the bound is 1 / alpha (the paper prints 1 / (1 - alpha))."""
+    window = job.window(job.heavy, 0.5, 1, batch)
+    t_B = torch.ones(batch, device=job.device)
+    with torch.inference_mode():
+        job.heavy.blocks(window.x_BL, t_B)
+        blocks = [seconds_of(lambda: job.heavy.blocks(window.x_BL, t_B), job.device) for _ in range(5)]
+    alpha = min(1.0, max(1e-9, 1 - float(np.median(blocks)) * 1e3 / batch / step_ms))
+    return {
+        "alpha": alpha,
+        "bound_1_over_alpha": 1 / alpha,
+        "paper_slip_1_over_1_minus_alpha": 1 / max(1 - alpha, 1e-9),
+    }
+
+
+# ------------------------------------------------------------------------------------------------ the engine
+
+
+def executed_flops(model: Transformer, plan: Plan, samples: Samples, batch: int) -> float:
+    """Operations that one model's run really did: empty places, padded positions and the head's spare room included;
+    the queries, keys and values that a table replaced are not, and the head's three pieces count as one product."""
+    a = model.architecture
+    times = [k / samples.steps for k in range(int(samples.steps), -1, -1)]
+    events = make_events(plan, times)
+    shapes, shape_E = call_shapes(events, times, LINEAR, plan.length, min(batch, plan.n))
+    per_head = 2.0 * a.width * a.vocab_size
+    with torch.no_grad():
+        from_table = 6.0 * plan.length * a.width**2 if model._has_kernels() and a.depth > 1 else 0.0
+    total = 0.0
+    for shape, number in zip(shapes, np.bincount(shape_E, minlength=len(shapes)), strict=True):
+        trunk = model.flops(plan.length, shape.per_row) - shape.per_row * per_head - from_table
+        total += number * (trunk + per_head * shape.kept / shape.rows)
+    return total * (1 + samples.cost.padded_calls / samples.cost.total_calls)
+
+
+def _call_parts(model: Transformer, shape: Shape, length: int, seed: int) -> dict[str, float]:
+    """Seconds of one call's parts on the device: the blocks, the head, the draw."""
+    device, a = model.device, model.architecture
+    x_BL = corrupted((shape.rows, length), 0.5, a.mask_id, a.vocab_size, seed).to(device)
+    t_B = torch.ones(shape.rows, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
+    generator = torch.Generator().manual_seed(seed)
+    positions_BK = torch.randint(0, length, (shape.rows, shape.per_row), generator=generator).to(device)
+    row_N = torch.arange(shape.kept, device=device)
+    with settings(device):
+        hidden_BKD = model.hidden_at(x_BL, t_B, positions_BK)
+        hidden_ND = hidden_BKD.flatten(0, 1)[: shape.kept]
+        logits_NV = model.head(hidden_ND)
+        logits_NV[:, a.mask_id] = -torch.inf
+        return {
+            "blocks": device_seconds_of(lambda: model.hidden_at(x_BL, t_B, positions_BK), device),
+            "head": device_seconds_of(lambda: model.head(hidden_ND), device),
+            "drawing": device_seconds_of(lambda: race(logits_NV, seed, row_N, row_N, torch.zeros_like(row_N)), device),
+        }
+
+
+def breakdowns(job: Job, runs: dict[str, Any]) -> dict[str, Any]:
+    """Shares of a call's wall time in the engine's own `runs`, for the shape of call that is most common."""
+    events = make_events(job.plan(job.rows, job.length), job.times)
+    shapes, shape_E = call_shapes(events, job.times, LINEAR, job.length, job.batch)
+    shape = shapes[int(np.bincount(shape_E).argmax())]
+    found: dict[str, Any] = {}
+    for key, name, side in (("breakdown", "heavy", job.heavy), ("breakdown_light", "light", job.light)):
+        wall = float(np.mean(runs[name]["seconds"])) / runs[name]["network_calls"]
+        parts = _call_parts(side.engine, shape, job.length, job.seed)
+        found[key] = {part: seconds / wall for part, seconds in parts.items()} | {
+            "host": 1 - sum(parts.values()) / wall,
+            "ms_per_call": wall * 1e3,
+            "rows_per_call": shape.rows,
+        }
+    return found
+
+
+def kl_to_fp32(side: Side, samples: Samples, states: int, seed: int) -> dict[str, float]:
+    """KL(float32 network || engine) in nats at due positions of states on the engine's own trajectories, the
+    distributions in float64."""
+    rng = np.random.default_rng(seed)
+    step_nL, a = samples.trace.step_nL, side.published.architecture
+    values: list[float] = []
+    with settings(side.device):
+        for _ in range(-(-states // 8)):
+            row_B = rng.integers(len(step_nL), size=8)
+            position_B = np.array([rng.choice(np.flatnonzero(step_nL[row] > 0)) for row in row_B])
+            now_B1 = step_nL[row_B, position_B][:, None]
+            state_BL = np.where((step_nL[row_B] > now_B1) | (step_nL[row_B] == 0), samples.tokens[row_B], a.mask_id)
+            x_BL, t_B = torch.from_numpy(state_BL).to(side.device), torch.ones(8, device=side.device)
+            positions_B1 = torch.from_numpy(position_B[:, None]).to(side.device)
+            log_p = []
+            for model in (side.published, side.engine):
+                logits_BV = model.head(model.hidden_at(x_BL, t_B, positions_B1)[:, 0], t_B).double()
+                logits_BV[:, a.mask_id] = -torch.inf
+                log_p.append(logits_BV.log_softmax(-1))
+            p_BV = log_p[0].exp()
+            values += torch.where(p_BV > 0, p_BV * (log_p[0] - log_p[1]), 0.0).sum(-1).tolist()
+    return {"mean": float(np.mean(values)), "max": float(np.max(values)), "states": len(values)}
+
+
+def _fit(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
+    """Least squares y = intercept + value x, with a 95% interval of the slope."""
+    xs, ys = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    dx, freedom = xs - xs.mean(), len(xs) - 2
+    slope = float((dx * ys).sum() / (dx**2).sum())
+    residual = ys - ys.mean() - slope * dx
+    error = math.sqrt(float((residual**2).sum()) / max(freedom, 1) / float((dx**2).sum()))
+    half = (1.96 + 2.4 / max(freedom, 1)) * error  # Student's t, near enough
+    intercept = float(ys.mean() - slope * xs.mean())
+    return {"value": slope, "ci": [slope - half, slope + half], "intercept": intercept}
+
+
+def shares(job: Job, row_step_seconds: float) -> dict[str, Any]:
+    """Time and operations saved by light share. Passes go up and down the shares, all-heavy at both ends of each."""
+    repeats = job.effort.repeats
+    rows = 8 * job.batch  # many rows with few free positions: then mixed batches are full, as in long runs
+    runs = repeats * (len(SHARES) * 0.7 + 1)
+    full = row_step_seconds * job.steps * rows  # seconds of an all-heavy run of whole rows
+    free = int(np.clip(job.length * job.effort.share_seconds / (runs * full), min(4, job.length), job.length))
+    plan = job.plan(rows, free)
+    for share in (0, 50, 100):
+        job.engine(job.plan(rows, min(free, 4)), share)
+    saved: dict[int, list[float]] = {share: [] for share in SHARES}
+    done: dict[int, Samples] = {}
+    for i in range(repeats):
+        order = [*SHARES, 0] if i % 2 == 0 else [0, *SHARES[::-1]]
+        times: dict[int, list[float]] = {}
+        for share in order:
+            seconds, done[share] = job.engine(plan, share)
+            times.setdefault(share, []).append(seconds)
+        base = float(np.mean(times[0]))
+        for share in SHARES:
+            saved[share] += [1 - seconds / base for seconds in times[share]]
+    entries, x, y = [], [], []
+    for share in SHARES:
+        cost = done[share].cost
+        sd = float(np.std(saved[share], ddof=1)) if repeats > 1 else 0.0
+        mean, light = float(np.mean(saved[share])), cost.calls["light"] / cost.total_calls
+        entries.append(
+            {
+                "light_share": share / 100,
+                "light_share_of_calls": light,
+                "flops_saved": cost.flops_saved,
+                "blocks_saved": cost.blocks_saved,
+                "wall_saved": mean,
+                "wall_saved_sd": sd,
+                "wall_saved_all": saved[share],
+                "padded_calls": cost.padded_calls,
+                "significantly_below_flops": bool(mean + 2 * sd / math.sqrt(repeats) < (cost.flops_saved or 0.0)),
+            }
+        )
+        x += [light] * len(saved[share])
+        y += saved[share]
+    how = f"{rows} rows, {free} of {job.length} positions free (the rest given), {repeats} passes"
+    return {"shares": entries, "slope": {**_fit(x, y), "over": "light share of calls"}, "shares_measured_on": how}
+
+
+def memory(job: Job, batch: int) -> dict[str, Any]:
+    """Peak bytes on the device with one model in memory, its weights and tables included."""
+    if job.device.type != "cuda":
+        return {"peak_memory_reference": None, "peak_memory_engine": None, "batch": batch}
+
+    def weights(network: Transformer) -> int:
+        tensors: list[Any] = [*network.parameters(), *(table for _, table in network._tables.values())]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+    def peak(network: Transformer, run: Callable[[], Any]) -> int:
+        torch.cuda.empty_cache()
+        own, before = weights(network), torch.cuda.memory_allocated(job.device)
+        torch.cuda.reset_peak_memory_stats(job.device)
+        run()
+        return int(torch.cuda.max_memory_allocated(job.device)) - before + own
+
+    def published() -> None:
+        with torch.inference_mode():
+            job.window(job.heavy, 0.5, 2, batch).ddpm()
+
+    plan = job.plan(2 * batch, min(8, job.length))
+    return {
+        "peak_memory_reference": peak(job.heavy.published, published),
+        "peak_memory_engine": peak(job.heavy.engine, lambda: job.engine(plan, 0, batch)),
+        "batch": batch,
+    }
+
+
+def growth(job: Job) -> dict[str, Any]:
+    """Calls and seconds over the number of rows, and over depth (the heavy model cut short)."""
+    free = min(32 if job.device.type == "cuda" else 4, job.length)
+    models = {"heavy": job.heavy.engine}
+    schedule = sandwich("0%").bind("light", "heavy")
+    options: dict[str, Any] = {
+        "mask_id": job.heavy.engine.mask_id,
+        "steps": job.steps,
+        "batch_size": job.batch,
+        "device": job.device,
+    }
+
+    def measure(models: dict[str, Transformer], rows: int) -> dict[str, Any]:
+        plan, runs = job.plan(rows, free), []
+        seconds = min(
+            seconds_of(lambda: runs.append(denoise(models, schedule, plan, **options)), job.device) for _ in range(2)
+        )
+        cost, per_row_n = runs[0].cost, make_events(plan, job.times).per_row_n
+        return {
+            "rows": rows,
+            "depth": models["heavy"].depth,
+            "calls": cost.total_calls,
+            "most_calls_of_a_row": int(per_row_n.max()),
+            "at_most": min(job.steps, free),
+            "network_calls": cost.network_calls,
+            "seconds": seconds,
+        }
+
+    over_rows = [measure(models, job.batch * k) for k in (1, 2, 3)]
+    full = job.heavy.engine.architecture
+    state, depths = job.heavy.engine.state_dict(), []
+    for depth in sorted({max(1, full.depth // 3), max(1, full.depth * 2 // 3), full.depth}):
+        short = {k: v for k, v in state.items() if not k.startswith("blocks.") or int(k.split(".")[1]) < depth}
+        depths.append(
+            measure({"heavy": build(Architecture(**{**full.to_json(), "depth": depth}), short)}, 2 * job.batch)
+        )
+    bounded = all(entry["most_calls_of_a_row"] <= entry["at_most"] for entry in over_rows + depths)
+    result = {"over_rows": over_rows, "over_depth": depths, "calls_within_bound": bounded, "free": free}
+    for name, key in (("over_rows", "rows"), ("over_depth", "depth")):
+        x, y = [entry[key] for entry in result[name]], [entry["seconds"] for entry in result[name]]  # type: ignore[attr-defined]
+        result[f"linear_{name}"] = float(np.corrcoef(x, y)[0, 1] ** 2) if len(x) > 1 else None
+    return result

@@ -1,0 +1,175 @@
+r"""What stands in a comparison: the schedules asked for, the light and the heavy model alone, and the rivals.
+
+**Rivals.** A mixed schedule is only worth its trouble if nothing simpler does as well for the same money. So beside
+each one stand, at its floating-point operations: one model of middle depth at every step, the heavy model in fewer
+steps, and the same number of light steps spread evenly or at random. The light and the heavy model alone are always
+there too, since each row's share of the quality gap is counted between them (`verdict`).
+
+Operations are compared in expectation over plans, which is exact and does not depend on the seed: with F free positions
+a step that unmasks a share w of the masked axis makes a call with probability 1 - (1 - w)^F and asks for F w positions.
+
+Shapes: n rows, L positions, T steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from relaylm.schedule import Schedule, Segment
+
+if TYPE_CHECKING:
+    from relaylm.family import Family
+
+RANDOM_SEED = 1  # of the rival with randomly placed light steps
+SLACK = 1e-9  # relative; expected operations are exact but for rounding
+
+
+@dataclass
+class Entry:
+    """One row of the table to be."""
+
+    label: str
+    schedule: Schedule  # bound: models' names, no roles
+    steps: float
+    kind: str  # "asked", "anchor" or "rival"
+    rival: str | None = None  # what kind of rival
+    rival_of: list[str] = field(default_factory=list)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Entries that would give the same samples are one."""
+        if math.isinf(self.steps):
+            return ("inf", self.schedule)
+        table = self.schedule.timetable(int(self.steps))
+        return table.models, table.times
+
+
+def contenders(
+    family: Family,
+    schedules: Sequence[str | Schedule],
+    steps: float | None,
+    given_nL: np.ndarray,
+    light: str,
+    heavy: str,
+    rivals: bool,
+) -> list[Entry]:
+    """What was asked for, in order; then the light and the heavy model; then the rivals of each mixed schedule."""
+    asked = []
+    for item in schedules:
+        schedule = (Schedule.parse(item) if isinstance(item, str) else item).bind(light, heavy)
+        family.check_names(schedule.models)
+        asked.append((item if isinstance(item, str) else str(item), schedule))
+    counts = [schedule.steps for _, schedule in asked if schedule.steps is not None]
+    base = steps if steps is not None else counts[0] if counts else given_nL.shape[1]
+    entries: list[Entry] = []
+
+    def add(entry: Entry) -> None:
+        for other in entries:
+            if other.identity == entry.identity:
+                other.rival = other.rival or entry.rival  # what was asked for may be another's rival, too
+                other.rival_of += [name for name in entry.rival_of if name not in other.rival_of]
+                return
+        entries.append(entry)
+
+    for label, schedule in asked:
+        own = schedule.steps if schedule.steps is not None and steps is None else base
+        add(Entry(label, schedule, own, "asked"))
+    names = {entry.label for entry in entries}
+    for label, model in (("heavy", heavy), ("light", light)):
+        add(Entry(label if label not in names else model, one_model(model), base, "anchor"))
+    if rivals:
+        free_n = (given_nL < 0).sum(axis=1)
+        for entry in [entry for entry in entries if entry.kind == "asked" and len(entry.schedule.models) > 1]:
+            for rival in _rivals(family, entry, free_n, given_nL.shape[1], heavy):
+                add(rival)
+    return entries
+
+
+def one_model(model: str) -> Schedule:
+    return Schedule((Segment(model, Fraction(1)),))
+
+
+def _rivals(family: Family, entry: Entry, free_n: np.ndarray, length: int, heavy: str) -> list[Entry]:
+    """The equal-compute rivals of a mixed schedule."""
+    found = []
+    models = {name: model for name, model in family.models.items() if hasattr(model, "flops")}
+    if len(models) == len(family.models):
+        budget = expected_flops(models, entry.schedule, entry.steps, free_n, length) * (1 + SLACK)
+        used = set(entry.schedule.models)
+
+        def alone(name: str) -> float:
+            return expected_flops(models, one_model(name), entry.steps, free_n, length)
+
+        # Of the models that this schedule does not use already; those it does use are in the table anyway.
+        within = [name for name in family.names if name not in used and alone(name) <= budget]
+        if within:
+            best = max(within, key=alone)
+            found.append(Entry(best, one_model(best), entry.steps, "rival", "one model of middle depth"))
+        fewer = steps_within(models, heavy, budget, free_n, length)
+        if fewer is not None and fewer < entry.steps:
+            found.append(Entry(f"H{fewer}", one_model(heavy), fewer, "rival", "heavy in fewer steps"))
+    if len(entry.schedule.models) == 2 and not math.isinf(entry.steps):
+        order = [name for name in family.names if name in entry.schedule.models]
+        table = entry.schedule.timetable(int(entry.steps))
+        pair = tuple(Segment(name, count) for name in order if (count := table.models.count(name)))
+        if len(pair) == 2:
+            for placement, what in (("interleaved", "spread evenly"), (f"random:{RANDOM_SEED}", "placed at random")):
+                schedule = Schedule(pair, placement)
+                found.append(Entry(str(schedule), schedule, entry.steps, "rival", f"light steps {what}"))
+    for rival in found:
+        rival.rival_of = [entry.label]
+    return found
+
+
+def expected_flops(
+    models: Mapping[str, Any], schedule: Schedule, steps: float, free_n: np.ndarray, length: int
+) -> float:
+    """Mean operations for a row, over all plans; `free_n` are the free positions of the rows there are."""
+    lines = {name: _line(models[name], length) for name in schedule.models}
+    free, rows = np.unique(np.asarray(free_n), return_counts=True)
+    if math.isinf(steps):
+        spans = -np.diff([1.0, *schedule.ends])
+        each = sum(span * sum(lines[seg.model]) for span, seg in zip(spans, schedule.segments, strict=True))
+        return float(each * (free * rows).sum() / rows.sum())
+    table = schedule.timetable(int(steps))
+    share_T = -np.diff(np.asarray(table.times))
+    base_T, slope_T = (np.array([lines[name][k] for name in table.models]) for k in (0, 1))
+    each_f = [
+        (base_T * -np.expm1(f * np.log1p(-np.minimum(share_T, 1 - 1e-15))) + slope_T * share_T * f).sum() for f in free
+    ]
+    return float((np.array(each_f) * rows).sum() / rows.sum())
+
+
+def steps_within(
+    models: Mapping[str, Any], model: str, budget: float, free_n: np.ndarray, length: int, most: int = 1 << 20
+) -> int | None:
+    """The largest T at which one model alone stays within so many operations for a row; None if not even T = 1 does."""
+
+    def cost(steps: int) -> float:
+        return expected_flops(models, one_model(model), steps, free_n, length)
+
+    if cost(1) > budget:
+        return None
+    low, high = 1, 2
+    while high < most and cost(high) <= budget:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cost(middle) <= budget else (low, middle)
+    return low
+
+
+def _line(model: Any, length: int) -> tuple[float, float]:
+    """Operations of a call as base + slope * positions."""
+    slope = float(model.flops(length, 2) - model.flops(length, 1))
+    return float(model.flops(length, 1)) - slope, slope
+
+
+def base_steps(entries: Sequence[Entry]) -> float:
+    return next((entry.steps for entry in entries if entry.kind == "anchor"), entries[0].steps)

@@ -1,0 +1,203 @@
+r"""MDLM's network and steps as published, and the clock: what `bench` measures against.
+
+`reference.ddpm_step` and `ddpm_cache_step` run as MDLM publishes them: adaLN with a constant conditioning vector, not
+folded; on CUDA under bfloat16 autocast with a float32 residual stream, so logits are bfloat16 (on other devices
+everything is float32); SDPA in place of flash-attn. They are timed over consecutive steps around a noise level
+(`Window`), at the batch that is fastest for them (`best_batch`), and once more under `torch.compile`, in a form without
+data-dependent shapes. Weights may be random.
+
+Shapes: B rows in a call, L positions, V vocabulary with the mask.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relaylm import reference
+from relaylm.denoiser import Architecture, Transformer
+from relaylm.errors import UserError
+
+
+@dataclass(frozen=True)
+class Side:
+    """One model as each rival runs it: the published network, its float32 self, and the engine's."""
+
+    published: Transformer
+    engine: Transformer
+    device: torch.device
+
+    @property
+    def time_conditioning(self) -> bool:
+        return self.published.time_conditioning
+
+    def logits(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
+        """As MDLM's forward: bfloat16 autocast around blocks and output layer, on CUDA."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            return self.published.logits(tokens_BL, t_B)
+
+    def blocks(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
+        """The same without the output layer."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            return self.published.hidden_at(tokens_BL, t_B, None)
+
+    def logits_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> Tensor:
+        raise NotImplementedError("the reference knows no such thing")
+
+
+# ------------------------------------------------------------------------------------------------ weights and clocks
+
+
+def random_network(architecture: Architecture, seed: int) -> Transformer:
+    """Random weights on the CPU: logits of deviation about 2, and with adaLN small shifts and scales and gates of about
+    1, so that folding is not trivial."""
+    generator = torch.Generator().manual_seed(seed)
+    network = Transformer(architecture).initialise(generator).eval().requires_grad_(False)
+    width = architecture.width
+    out = network.output_layer
+    out.linear.weight.copy_(torch.randn(out.linear.weight.shape, generator=generator) * 2 / math.sqrt(width))
+    for name, parameter in network.named_parameters():
+        if "adaLN" in name:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+            if "blocks" in name and name.endswith("bias"):
+                parameter.view(6, width)[2] += 1
+                parameter.view(6, width)[5] += 1
+    return network
+
+
+def dtype_of(network: Transformer) -> torch.dtype:
+    """What the blocks compute in."""
+    return cast(list[Any], network.blocks)[0].attn_qkv.weight.dtype
+
+
+def _sync(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
+    _sync(device)
+    began = time.perf_counter()
+    function()
+    _sync(device)
+    return time.perf_counter() - began
+
+
+def device_seconds_of(function: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:
+    """Median time of one call without the host's share: on CUDA from replays of a graph."""
+    function()
+    if device.type != "cuda":
+        return float(np.median([seconds_of(function, device) for _ in range(repeats)]))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    graph.replay()
+
+    def ten() -> None:
+        for _ in range(10):
+            graph.replay()
+
+    return float(np.median([seconds_of(ten, device) for _ in range(repeats)])) / 10
+
+
+# ------------------------------------------------------------------------------------------------ steps as published
+
+
+def corrupted(shape: tuple[int, int], t: float, mask_id: int, vocab_size: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    tokens_BL = torch.randint(0, vocab_size, shape, generator=generator)
+    hidden_BL = (torch.rand(shape, generator=generator) < t) | (tokens_BL == mask_id)
+    return tokens_BL.masked_fill(hidden_BL, mask_id)
+
+
+class Window:
+    """Consecutive steps of a reference sampler around one noise level, from a corrupted random state."""
+
+    def __init__(self, side: Side, level: float, steps: int, count: int, batch: int, length: int, seed: int) -> None:
+        self.side, self.dt = side, 1 / steps
+        self.count = min(count, steps)
+        self.start = min(1.0, max(level + self.count / 2 * self.dt, self.count * self.dt))
+        a = side.published.architecture
+        self.mask_id, self.batch = a.mask_id, batch
+        self.x_BL = corrupted((batch, length), self.start, a.mask_id, a.vocab_size, seed).to(side.device)
+        self.generator = torch.Generator(device=side.device).manual_seed(seed)
+
+    def ddpm(self, count: int | None = None) -> None:
+        x_BL, dt = self.x_BL, self.dt
+        for k in range(count or self.count):
+            x_BL = reference.ddpm_step(self.side, x_BL, self.start - k * dt, dt, self.mask_id, self.generator)
+
+    def ddpm_cache(self) -> None:
+        x_BL, p_BLV = self.x_BL, None
+        for k in range(self.count):
+            t = self.start - k * self.dt
+            next_BL, p = reference.ddpm_cache_step(self.side, x_BL, t, self.dt, self.mask_id, self.generator, p_BLV)
+            p_BLV = p if reference.still_holds(self.side, x_BL, next_BL) else None
+            x_BL = next_BL
+
+    def compiled(self, step: Callable[[Tensor, Tensor, Tensor], Tensor], count: int | None = None) -> None:
+        x_BL = self.x_BL
+        for k in range(count or self.count):
+            t_B = torch.full((self.batch,), self.start - k * self.dt, device=x_BL.device)
+            x_BL = step(x_BL, t_B, t_B - self.dt)
+
+    def ms(self, run: Callable[[], None]) -> float:
+        """Milliseconds per row-step."""
+        return seconds_of(run, self.side.device) * 1e3 / (self.batch * self.count)
+
+
+def compiled_step(side: Side) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """`ddpm_step` for a compiler: the same numbers, boolean indices written as masks so that it can be fused whole."""
+    mask_id, vocab_size = side.published.mask_id, side.published.vocab_size
+
+    def step(x_BL: Tensor, t_B: Tensor, s_B: Tensor) -> Tensor:
+        logits_BLV = side.logits(x_BL, t_B)
+        id_V = torch.arange(vocab_size, device=x_BL.device)
+        logits_BLV = torch.where(id_V == mask_id, logits_BLV + reference.NEVER, logits_BLV)
+        log_p_BLV = logits_BLV - torch.logsumexp(logits_BLV, dim=-1, keepdim=True)
+        written_BL1 = (x_BL != mask_id)[..., None]
+        certain_BLV = torch.where(id_V == x_BL[..., None], 0.0, reference.NEVER).to(log_p_BLV.dtype)
+        p_BLV = torch.where(written_BL1, certain_BLV, log_p_BLV).exp()
+        move_t, move_s = (1 - torch.exp(torch.log1p(-(1 - 1e-3) * time_B)) for time_B in (t_B, s_B))
+        q_BLV = torch.where(id_V == mask_id, move_s[:, None, None], p_BLV * (move_t - move_s)[:, None, None])
+        noise_BLV = reference.GUARD - (torch.rand_like(q_BLV) + reference.GUARD).log()
+        return torch.where(x_BL != mask_id, x_BL, (q_BLV / noise_BLV).argmax(dim=-1))
+
+    return torch.compile(step)
+
+
+def best_batch(side: Side, batches: Sequence[int], steps: int, length: int, count: int, seed: int) -> dict[str, Any]:
+    """Milliseconds per row-step of `ddpm` by batch size, until memory ends or two sizes bring nothing. The best is the
+    smallest within half a per cent of the fastest."""
+    ms: dict[int, float] = {}
+    for batch in batches:
+        try:
+            window = Window(side, 0.5, steps, count, batch, length, seed)
+            window.ddpm(1)
+            ms[batch] = window.ms(window.ddpm)
+            del window
+        except torch.OutOfMemoryError:
+            break
+        finally:
+            if side.device.type == "cuda":
+                torch.cuda.empty_cache()
+        if len(ms) > 2 and min(list(ms.values())[:-2]) <= min(list(ms.values())[-2:]):
+            break
+    if not ms:
+        raise UserError(f"there is not enough memory for the reference at batch {batches[0]}")
+    best = next(batch for batch, value in ms.items() if value <= 1.005 * min(ms.values()))
+    return {"best": best, "ms_per_row_step": {str(batch): value for batch, value in ms.items()}}
