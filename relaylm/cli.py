@@ -130,6 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--infill", help="text with one _ for each position to be written")
     p.add_argument("--max-new-tokens", type=positive, help="positions to write after the prompt")
     p.add_argument("--stop", help="cut each text at this string, after sampling")
+    p.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template; show the answer")
     p.add_argument("--temperature", type=float, default=1.0, help="other than 1 changes the law of the samples")
     p.add_argument("--top-p", type=float, help="nucleus; changes the law of the samples")
     p.add_argument("--top-k", type=positive, help="the k likeliest tokens; changes the law of the samples")

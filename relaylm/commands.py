@@ -14,6 +14,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,15 @@ def run_sample(args: argparse.Namespace) -> dict[str, Any]:
     from relaylm.schedule import Schedule
 
     schedule = Schedule.parse(read_schedule(args.schedule))
+    if args.chat and (args.family is None or args.prompt is None):
+        raise UserError("--chat needs an instruction-tuned model (--family) and what to say to it (--prompt)")
     family = load_family(args)
     light, heavy = family.roles(args.light, args.heavy)
+    if args.chat:
+        from relaylm import convert
+
+        message = {"role": "user", "content": args.prompt}
+        args.prompt = convert.chat_prompt(args.family.split(",")[0], [message])
     given = None
     callback = None
     if args.watch:
@@ -59,6 +67,9 @@ def run_sample(args: argparse.Namespace) -> dict[str, Any]:
             callback=callback,
             on_calls=on_calls,
         )
+    if args.chat:
+        start = len(family.tokenizer.encode(args.prompt))
+        samples = replace(samples, texts=convert.texts(family, samples.tokens, start))
     if args.json != "-" and not args.watch:
         show_samples(family, samples)
     note(cost_line(samples, heavy))

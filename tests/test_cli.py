@@ -23,7 +23,17 @@ COMMON = {"--json", "--config", "-h", "--help"}
 FLAGS = {
     "sample": COMMON
     | {"--family", "--schedule", "-n", "--n", "--steps", "-T", "--length", "--prompt", "--suffix", "--infill", "--seed"}
-    | {"--max-new-tokens", "--stop", "--temperature", "--top-p", "--top-k", "--light", "--heavy", "--batch-size"}
+    | {
+        "--max-new-tokens",
+        "--stop",
+        "--chat",
+        "--temperature",
+        "--top-p",
+        "--top-k",
+        "--light",
+        "--heavy",
+        "--batch-size",
+    }
     | {"--watch", "--device"},
     "info": COMMON,
     "ls": COMMON,
@@ -122,6 +132,25 @@ def test_infill_suffix_and_max_new_tokens(family: str, capsys: pytest.CaptureFix
     both = text("--prompt", "ab", "--suffix", "yz")
     assert both.startswith("ab") and both.endswith("yz") and len(both) == 32
     assert len(text("--prompt", "ab", "--max-new-tokens", "4")) == 6
+
+
+def test_chat_puts_the_prompt_into_the_template_and_shows_the_answer(
+    family: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from relaylm import convert
+
+    def template(folder: str, messages: list[dict[str, str]]) -> str:
+        assert folder == family and messages == [{"role": "user", "content": "who"}]
+        return "q who a "
+
+    monkeypatch.setattr(convert, "chat_prompt", template)
+    monkeypatch.setattr(Text8Tokenizer, "eos_id", 0, raising=False)  # a text ends at its first space
+    assert run("sample", "--family", family, "--chat", "--prompt", "who", "-n", "5", "--json", "-") == 0
+    result = json.loads(capsys.readouterr().out)
+    rows = [result["tokens"][i][8:] for i in range(5)]
+    expected = [row[: row.index(0)] if 0 in row else row for row in rows]
+    assert result["texts"] == [Text8Tokenizer().decode(row) for row in expected]
+    assert run("sample", "--family", family, "--chat") == 2
 
 
 def test_steps_inf_and_watch(family: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
