@@ -32,6 +32,7 @@ from relaylm.commands import (
     run_prepare,
     run_sample,
     run_train,
+    write_text,
 )
 from relaylm.errors import UserError
 
@@ -138,6 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--heavy", help="the model that H stands for (default: the largest)")
     p.add_argument("--batch-size", type=batch_type, default="auto", help="rows in a network call, or auto")
     p.add_argument("--watch", action="store_true", help="play the denoising in the terminal")
+    p.add_argument("--svg", metavar="FILE", help="draw the first sample, in the colours of the models that wrote it")
     common(p)
 
     p = command("info", run_info, "say what a family or checkpoint holds", "relaylm info path/to/family")
@@ -266,7 +268,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def apply_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     """Flags, with values from --config FILE where the command line is silent."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder = _Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     config = finder.parse_known_args(argv)[0].config
     commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
@@ -284,29 +286,35 @@ def apply_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.N
         action = known.get(name.replace("_", "-"))
         if action is None:
             raise UserError(f"{path} sets {name!r}, which relaylm {argv[0]} does not have: {', '.join(known)}")
+        flag = action.option_strings[-1]
         if isinstance(action, argparse._StoreTrueAction):
-            words += [action.option_strings[-1]] if value is True else []
+            if not isinstance(value, bool):
+                raise UserError(f"{path} sets {name} to {value!r}: it is true or false")
+            words += [flag] if value else []
+        elif isinstance(action, argparse._AppendAction):
+            words += [f"{flag}={text}" for text in (value if isinstance(value, list) else [value])]
         else:
-            text = ",".join(map(str, value)) if isinstance(value, list) else value
-            words += [f"{action.option_strings[-1]}={text}"]
+            words += [f"{flag}={','.join(map(str, value)) if isinstance(value, list) else value}"]
     # The command line comes last, so it wins.
     return parser.parse_args([argv[0], *words, *argv[1:]])
 
 
 def write_json(path: str, value: Any) -> None:
-    """Whole or not at all."""
-    text = json.dumps(value, indent=1, default=str) + "\n"
+    """Valid JSON (infinity as text), whole or not at all. A link is followed; what is no plain file (a pipe, a device)
+    is written to and never replaced."""
+    text = json.dumps(_finite(value), indent=1, default=str, allow_nan=False) + "\n"
     if path == "-":
         sys.stdout.write(text)
         return
-    target = Path(path).expanduser()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text)
-        os.replace(temporary, target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {reason(error)}") from None
+    write_text(path, text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {math.inf: "inf", -math.inf: "-inf"}.get(value)
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -26,6 +26,10 @@ def run_sample(args: argparse.Namespace) -> dict[str, Any]:
     from relaylm.schedule import Schedule
 
     schedule = Schedule.parse(read_schedule(args.schedule))
+    if args.watch and args.n > 1:
+        raise UserError(f"--watch plays one sample, not {args.n}")
+    if args.svg is not None:
+        check_writable(args.svg)
     if args.chat and (args.family is None or args.prompt is None):
         raise UserError("--chat needs an instruction-tuned model (--family) and what to say to it (--prompt)")
     family = load_family(args)
@@ -35,15 +39,14 @@ def run_sample(args: argparse.Namespace) -> dict[str, Any]:
 
         message = {"role": "user", "content": args.prompt}
         args.prompt = convert.chat_prompt(args.family.split(",")[0], [message])
-    given = None
     callback = None
     if args.watch:
         from relaylm.family import lay_out
         from relaylm.terminal import Watch
 
-        given = lay_out(family, args.prompt, args.suffix, args.infill, args.length, args.max_new_tokens)
+        given_L = lay_out(family, args.prompt, args.suffix, args.infill, args.length, args.max_new_tokens)
         used = [name for name in family.names if name in schedule.bind(light, heavy).models or name == heavy]
-        callback = Watch(family, given, used, sys.stderr if args.json == "-" else sys.stdout)
+        callback = Watch(family, given_L, used, sys.stderr if args.json == "-" else sys.stdout)
     with progress("sampling", "call", shown=not args.watch) as on_calls:
         samples = sample(
             family,
@@ -55,7 +58,6 @@ def run_sample(args: argparse.Namespace) -> dict[str, Any]:
             prompt=args.prompt,
             suffix=args.suffix,
             infill=args.infill,
-            given=given,
             max_new_tokens=args.max_new_tokens,
             stop=args.stop,
             temperature=args.temperature,
@@ -72,6 +74,12 @@ def run_sample(args: argparse.Namespace) -> dict[str, Any]:
         samples = replace(samples, texts=convert.texts(family, samples.tokens, start))
     if args.json != "-" and not args.watch:
         show_samples(family, samples)
+    if args.svg is not None:
+        from relaylm.picture import svg
+
+        bound = schedule.bind(light, heavy)
+        timetable = None if math.isinf(samples.steps) else bound.timetable(int(samples.steps))
+        write_text(args.svg, svg(family, samples, timetable))
     note(cost_line(samples, heavy))
     if samples.changes_law:
         note(f"{', '.join(samples.changes_law)}: these samples do not follow the models' own law")
@@ -79,13 +87,13 @@ def run_sample(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show_samples(family: Any, samples: Any) -> None:
-    from relaylm.terminal import coloured, has_colours, legend
+    from relaylm.terminal import coloured, has_colours, legend, pieces_of
 
     colours = has_colours(sys.stdout)
     for row in range(len(samples.tokens)):
         text = samples.texts[row] if samples.texts else " ".join(map(str, samples.tokens[row]))
-        whole = not samples.texts or family.tokenizer.decode(samples.tokens[row]) == text
-        if colours and whole:
+        # Only where a text is its tokens' texts side by side can each be given a colour.
+        if colours and "".join(pieces_of(family, samples.tokens[row])) == text:
             text = coloured(family, samples.tokens[row], samples.trace.model_nL[row])
         print(text)
         if row + 1 < len(samples.tokens):
@@ -473,10 +481,26 @@ def check_writable(path: str) -> None:
     """Refuse an output that could not be written, before any work is done."""
     if path == "-":
         return
-    target = Path(path).expanduser()
+    target = Path(os.path.realpath(Path(path).expanduser()))
     if target.is_dir():
         raise UserError(f"cannot write {path}: it is a folder")
     if not target.parent.is_dir():
         raise UserError(f"cannot write {path}: the folder {target.parent} does not exist")
-    if not os.access(target.parent, os.W_OK) or (target.exists() and not os.access(target, os.W_OK)):
+    replaced = not target.exists() or target.is_file()  # a new file, beside which a temporary one must fit
+    if (replaced and not os.access(target.parent, os.W_OK)) or (target.exists() and not os.access(target, os.W_OK)):
         raise UserError(f"cannot write {path}: permission denied")
+
+
+def write_text(path: str, text: str) -> None:
+    """Whole or not at all. A link is followed; a pipe or a device is written to, not replaced."""
+    target = Path(os.path.realpath(Path(path).expanduser()))
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+            return
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {reason(error)}") from None

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from relaylm.errors import UserError
 from relaylm.family import Family
 from relaylm.family_folder import bundled
 from relaylm.sampler import Samples, sample
@@ -73,8 +74,11 @@ def tiny_family() -> Path:
         return family
     print("No family is bundled: training a tiny one on this project's own text (about a minute)...", file=sys.stderr)
     home = _home()
-    home.mkdir(parents=True, exist_ok=True)
-    (home / "text.txt").write_text(project_text(), encoding="utf-8")
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "text.txt").write_text(project_text(), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write to {home} ({error.strerror}): set XDG_CACHE_HOME to another folder") from None
     prepare([home / "text.txt"], home / "corpus", tokenizer="text8", progress=False)
     return train_family(
         home / "corpus", home / "out", "tiny-cpu", device="cpu", name="demo", progress=sys.stderr.isatty()

@@ -21,9 +21,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from relaylm import kernels
 from relaylm.denoiser import Transformer
 from relaylm.errors import UserError
 from relaylm.plan import Plan, race
+
+
+def _exact(device: torch.device) -> torch.dtype:
+    """float64, or the best there is: MPS has none."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Law:
             logits_NV = logits_NV.masked_fill(logits_NV < kth, -torch.inf)
         if self.top_p is not None and self.top_p < 1:
             ordered, index = logits_NV.sort(dim=-1, descending=True)
-            p = ordered.double().softmax(dim=-1)
+            p = ordered.to(_exact(logits_NV.device)).softmax(dim=-1)
             beyond = p.cumsum(dim=-1) - p >= self.top_p  # the smallest set whose mass reaches top_p; never empty
             logits_NV = logits_NV.masked_fill(torch.zeros_like(beyond).scatter(-1, index, beyond), -torch.inf)
         return logits_NV
@@ -120,7 +126,9 @@ class Engine:
         (if `scored`) and, if asked, the logits at every position of the batch's rows (a full head, for policies that
         want it). What is returned may be overwritten by the next call."""
         key = (call.model, call.shape)
-        if self.device.type == "cuda" and not everywhere and isinstance(self.models[call.model], Transformer):
+        # Without Triton the race asks the device how many blocks to open, which a graph cannot hold.
+        capture = self.device.type == "cuda" and kernels.available() and not everywhere
+        if capture and isinstance(self.models[call.model], Transformer):
             # The first call of a shape runs eagerly (it also warms everything up); the second is captured.
             if key in self._seen and key not in self._graphs:
                 self._graphs[key] = _Graph(self, call.model, call.shape)
@@ -130,7 +138,7 @@ class Engine:
                 self._keep_pace()
                 return *result, None
         index = call.index().to(self.device)
-        t_B = torch.from_numpy(call.t_B).to(self.device, torch.float32 if self.device.type == "mps" else torch.float64)
+        t_B = torch.from_numpy(call.t_B).to(self.device, _exact(self.device))
         return self.step(call.model, call.shape, index, t_B, everywhere)
 
     def step(
@@ -160,15 +168,15 @@ class Engine:
         return token_N, logprob_N, logits_BLV
 
     def _draw(self, logits_NV: Tensor, row_N: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
-        # One column tells: what is not finite in the trunk is in all of them.
-        self.broken |= ~torch.isfinite(logits_NV[:, 0]).all()
         logits_NV = self.law.apply(logits_NV, self.mask_id)
+        # The largest is NaN if any is, and tells of +inf and of nothing left to choose; -inf for some is legitimate.
+        self.broken |= ~torch.isfinite(logits_NV.amax(dim=-1)).all()
         token_N = race(logits_NV, self.seed, self.row_ids[row_N], position_N, torch.zeros_like(row_N))
         token_N = token_N.clamp_max(logits_NV.shape[-1] - 1)  # a race among NaNs has no winner
         if not self.scored:
             return token_N, token_N
-        kind = torch.float32 if self.device.type == "mps" else torch.float64
-        return token_N, logits_NV.to(kind).log_softmax(dim=-1).gather(1, token_N[:, None])[:, 0]
+        log_p_NV = logits_NV.to(_exact(self.device)).log_softmax(dim=-1)
+        return token_N, log_p_NV.gather(1, token_N[:, None])[:, 0]
 
     def check(self) -> None:
         """Refuse samples from networks that gave nonsense. Looked at once, at the end: asking costs a wait."""

@@ -1,10 +1,11 @@
 r"""The engine's CUDA kernels, in Triton. Optional: everything here has a plain PyTorch twin that defines the result.
 
-Three kernels close the gaps between the matrix products, which stay with cuBLAS and cuDNN:
+These close the gaps between the matrix products, which stay with cuBLAS and cuDNN:
 
 - `norm`: LayerNorm of the float32 residual stream, in one pass;
 - `rotate_`: rotary embedding of queries and keys, in place in the qkv matrix;
-- `race`: the exponential race of `plan.race`, over the noise of `plan.token_noise`, word for word.
+- `race`: the exponential race of `plan.race`, over the noise of `plan.token_noise`, word for word;
+- `words`: the trainer's mask noise.
 """
 
 from __future__ import annotations
@@ -92,7 +93,6 @@ if triton is not None:
         vocab,
         stride,
         blocks,
-        mask_id,
         k0,
         k1,
         TILE: tl.constexpr,
@@ -105,7 +105,7 @@ if triton is not None:
         base = logits + n.to(tl.int64) * stride
         block = tile * TILE + tl.arange(0, TILE)
         token = block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        allowed = (token < vocab) & (token != mask_id)
+        allowed = token < vocab
         largest = tl.max(tl.load(base + token, mask=allowed, other=-float("inf")).to(tl.float32), axis=1)
         minimum, slot = _block_minimum(block, position, row, draw, k0.to(tl.uint32), k1.to(tl.uint32))
         log_minimum = tl.log(minimum)
@@ -114,7 +114,7 @@ if triton is not None:
         rounded_up = tl.where(largest == -float("inf"), ceiling, ceiling + 1e-5 + tl.abs(ceiling) * 1e-6)
         tl.store(ceiling_out + n * blocks + block, rounded_up.to(tl.float32), mask=block < blocks)
         held = block * 64 + slot
-        fits = (held < vocab) & (held != mask_id)
+        fits = held < vocab
         score = tl.load(base + held, mask=fits, other=-float("inf")).to(tl.float64) - log_minimum
         tl.store(floor_out + n * tl.num_programs(1) + tile, tl.max(score, axis=0))
 
@@ -132,7 +132,6 @@ if triton is not None:
         stride,
         blocks,
         floor_count,
-        mask_id,
         k0,
         k1,
         FLOORS: tl.constexpr,
@@ -151,7 +150,7 @@ if triton is not None:
             row, position, draw = tl.load(row_n + n), tl.load(position_n + n), tl.load(draw_n + n)
             slots = tl.arange(0, 64)
             token = block[:, None] * 64 + slots[None, :]
-            allowed = (token < vocab) & (token != mask_id)
+            allowed = token < vocab
             base = logits + n.to(tl.int64) * stride
             value = tl.load(base + token, mask=allowed, other=-float("inf")).to(tl.float64)
             key0, key1 = k0.to(tl.uint32), k1.to(tl.uint32)
@@ -255,8 +254,8 @@ def words(seed: int, sample_B: Tensor, length: int, use: int) -> Tensor:
     return out[:, :length]
 
 
-def race(logits_NV: Tensor, seed: int, row_N: Tensor, position_N: Tensor, draw_N: Tensor, mask_id: int = -1) -> Tensor:
-    """`plan.race` on CUDA: one token for each row of logits, never `mask_id`."""
+def race(logits_NV: Tensor, seed: int, row_N: Tensor, position_N: Tensor, draw_N: Tensor) -> Tensor:
+    """`plan.race` on CUDA: one token for each row of logits."""
     n, vocab = logits_NV.shape
     logits_NV = logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
     blocks = triton.cdiv(vocab, 64)
@@ -269,7 +268,7 @@ def race(logits_NV: Tensor, seed: int, row_N: Tensor, position_N: Tensor, draw_N
     token = torch.empty((n, tiles), dtype=torch.int32, device=device)
     noise = (row_N, position_N, draw_N)
     _ceilings_kernel[(n, floors)](
-        logits_NV, *noise, ceiling, floor, vocab, logits_NV.stride(0), blocks, mask_id, *key, TILE=wide, num_warps=4
+        logits_NV, *noise, ceiling, floor, vocab, logits_NV.stride(0), blocks, *key, TILE=wide, num_warps=4
     )
     _open_kernel[(n, tiles)](
         logits_NV,
@@ -282,7 +281,6 @@ def race(logits_NV: Tensor, seed: int, row_N: Tensor, position_N: Tensor, draw_N
         logits_NV.stride(0),
         blocks,
         floors,
-        mask_id,
         *key,
         FLOORS=triton.next_power_of_2(floors),
         TILE=narrow,

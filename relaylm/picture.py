@@ -6,13 +6,13 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from relaylm.schedule import Timetable
-from relaylm.terminal import pieces_of, runs_of
+from relaylm.terminal import pieces_of, printable, runs_of
 
 if TYPE_CHECKING:
     from relaylm.family import Family
     from relaylm.sampler import Samples
 
-# Okabe and Ito's colours, which the colour-blind can tell apart, in the order of terminal.PALETTE.
+# Okabe and Ito's colours, which the colour-blind can tell apart; from the lightest model to the heaviest.
 COLOURS = ("#E69F00", "#0072B2", "#009E73", "#F0E442", "#56B4E9", "#D55E00", "#CC79A7")
 GIVEN = "#888888"
 _FONT = "font-family='ui-monospace, SFMono-Regular, Menlo, Consolas, monospace'"
@@ -24,9 +24,9 @@ def colour_of(model: int) -> str:
 
 def svg(family: Family, samples: Samples, timetable: Timetable | None = None, row: int = 0, columns: int = 72) -> str:
     """One sample as a self-contained SVG. Each line of text is laid out on a grid of `columns` characters."""
-    pieces = pieces_of(family, samples.tokens[row])
+    pieces = [printable(piece) for piece in pieces_of(family, samples.tokens[row])]
     owner = [model for piece, model in zip(pieces, samples.trace.model_nL[row].tolist(), strict=True) for _ in piece]
-    text = "".join(pieces).replace("\n", " ")
+    text = "".join(pieces)
     wide, high, margin = 10.2, 24, 20
     width = columns * wide + 2 * margin
     body, y = [], margin + 16

@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from relaylm.diffusion import LINEAR, Alpha
 from relaylm.engine import Call, Engine, Law, Shape, settings
 from relaylm.errors import UserError
 from relaylm.plan import Events, Plan, make_events, make_plan
-from relaylm.schedule import Policy, RowState, Schedule, Timetable
+from relaylm.schedule import MAX_STEPS, Policy, RowState, Schedule, Timetable
 
 if TYPE_CHECKING:
     from relaylm.family import Family
@@ -263,6 +264,8 @@ def denoise(
     for name, model in models.items():
         if (size := getattr(model, "vocab_size", None)) is not None and plan.given_nL.max() >= size:
             raise UserError(f"token {plan.given_nL.max()} is given, but {name} knows ids 0 to {size - 1} only")
+    if batch_size is not None and batch_size < 1:
+        raise UserError(f"the batch size must be at least 1, not {batch_size}")
     law = law or Law()
     rule, times = _resolve(policy, steps)
     events = make_events(plan, times, alpha)
@@ -312,6 +315,7 @@ def denoise(
                 on_calls(done, len(model_E))
     engine.check()
     tokens = engine.state_nL[:-1].cpu().numpy()
+    assert done == len(model_E) and not (tokens == mask_id).any(), "a planned event was not run"
     cost = _count(models, model_E, events, plan.length, heavy or names[-1], memory is not None and memory.wants_logits)
     if isinstance(rule, Timetable) and (depths := _depths(models)):
         cost.blocks_saved = costs.blocks_saved(depths, rule.models, heavy or names[-1])
@@ -324,7 +328,7 @@ def denoise(
         tokens,
         Trace(events.step_nL, plan.u_nL, model_nL, names),
         cost,
-        str(policy),
+        _named(policy),
         INFINITY if times is None else len(times) - 1,
         plan.seed,
         changes_law=law.changes,
@@ -345,8 +349,8 @@ def _resolve(policy: Policy | Schedule, steps: float | None) -> tuple[Policy, tu
         if steps is not None and steps != policy.steps:
             raise UserError(f"the timetable has {policy.steps} steps, but T is {int(steps)}")
         return policy, policy.times
-    if steps is None:
-        raise UserError("a dynamic policy needs a number of steps")
+    if steps is None or steps > MAX_STEPS:
+        raise UserError(f"a dynamic policy needs a number of steps from 1 to {MAX_STEPS}, not {steps}")
     return policy, tuple((int(steps) - k) / int(steps) for k in range(int(steps) + 1))
 
 
@@ -373,6 +377,14 @@ def _stretches(model_E: np.ndarray, events: Events) -> np.ndarray:
     edges = np.flatnonzero(begins)
     index = np.arange(len(model_E))
     return edges[np.searchsorted(edges, index, side="right")] - index
+
+
+def _named(policy: Policy | Schedule) -> str:
+    """A policy in a few words, for the record."""
+    if isinstance(policy, Timetable):
+        runs = [(name, len(list(run))) for name, run in groupby(policy.models)]
+        return " ".join(f"{name}:{count}" for name, count in runs)
+    return str(policy) if isinstance(policy, Schedule) else getattr(policy, "__name__", type(policy).__name__)
 
 
 def _depths(models: Mapping[str, Any]) -> dict[str, int] | None:
@@ -407,6 +419,18 @@ def _told(call: Call, token_N: Tensor, events: Events, names: tuple[str, ...]) -
 
 
 # ------------------------------------------------------------------------------------------------ for people
+
+
+def _checked_given(given: Any, n: int, length: int) -> np.ndarray:
+    """Token ids, -1 where free: one row for all, or n rows."""
+    array = np.asarray(given)
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or (array.ndim == 2 and len(array) != n):
+        raise UserError(
+            f"given must hold whole numbers, in one row or in {n}, not {array.dtype} in shape {array.shape}"
+        )
+    if not 1 <= array.shape[-1] <= length:
+        raise UserError(f"{array.shape[-1]} positions are given, but the family's length is {length}")
+    return array
 
 
 class _Draft:
@@ -476,15 +500,17 @@ def sample(
         family.check_names(policy.models)
     if given is None:
         given = lay_out(family, prompt, suffix, infill, length, max_new_tokens)
-    elif given.shape[-1] > family.length:
-        raise UserError(f"{given.shape[-1]} positions are given, but the family's length is {family.length}")
+    else:
+        given = _checked_given(given, n, family.length)
+        if not all(option is None for option in (prompt, suffix, infill, length, max_new_tokens)):
+            raise UserError("given says all about a row: it cannot go with prompt, suffix, infill or a length")
     if steps is None and not (isinstance(policy, Schedule) and policy.steps is not None):
         steps = policy.steps if isinstance(policy, Timetable) else given.shape[-1]
     plan = make_plan(n, given.shape[-1], seed, given, first_row)
     streamer: Any = callback if hasattr(callback, "put") else None
     if streamer is not None:
         callback = _Draft(streamer, plan.given_nL[0], family.mask_id)
-    names = policy.models if isinstance(policy, (Schedule, Timetable)) else tuple(family.models)
+    names = tuple(dict.fromkeys(policy.models)) if isinstance(policy, (Schedule, Timetable)) else family.names
     models = {name: model for name, model in family.models.items() if name in names or name == heavy}
     samples = denoise(
         models,

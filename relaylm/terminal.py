@@ -65,9 +65,15 @@ def pieces_of(family: Family, tokens_L: np.ndarray) -> list[str]:
     return [family.tokenizer.decode_partial([int(token)], family.mask_id) for token in tokens_L]
 
 
+def printable(piece: str) -> str:
+    """One column for each character: what moves the cursor (tabs, line ends) becomes a space."""
+    return "".join(character if character.isprintable() else " " for character in piece)
+
+
 def wrapped(pieces: Sequence[str], model_L: Sequence[int], width: int, colours: bool) -> list[str]:
     """Lines of at most `width` characters, broken between words where possible, coloured afterwards."""
-    text = "".join(piece.replace("\n", " ") for piece in pieces)
+    pieces = [printable(piece) for piece in pieces]
+    text = "".join(pieces)
     owner = [model for piece, model in zip(pieces, model_L, strict=True) for _ in piece]
     lines, at = [], 0
     for line in textwrap.wrap(text, width, drop_whitespace=False, replace_whitespace=False, break_on_hyphens=False):

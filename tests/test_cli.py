@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ FLAGS = {
         "--heavy",
         "--batch-size",
     }
-    | {"--watch", "--device"},
+    | {"--watch", "--svg", "--device"},
     "info": COMMON,
     "ls": COMMON,
     "prepare": COMMON | {"--tokenizer", "--packing", "--length", "--holdout", "--license"},
@@ -156,8 +157,12 @@ def test_chat_puts_the_prompt_into_the_template_and_shows_the_answer(
 def test_steps_inf_and_watch(family: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
     assert run("sample", "--family", family, "--steps", "inf", "--schedule", "sandwich", "--json", "-") == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["steps"] == "inf" and sum(result["cost"]["calls"].values()) == 32
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    result = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert result["steps"] == result["config"]["steps"] == "inf" and sum(result["cost"]["calls"].values()) == 32
     assert run("sample", "--family", family, "--schedule", "sandwich", "--watch") == 0
     assert "32/32 written" in capsys.readouterr().out
 
@@ -181,6 +186,8 @@ BAD = [
     (["--device", "tpu"], "tpu"),
     (["--json", "no/such/folder/x.json"], "no/such/folder"),
     (["--no-such-flag"], "no-such-flag"),
+    (["--watch", "-n", "2"], "one sample"),
+    (["--config"], "--config"),
 ]
 
 
@@ -213,6 +220,40 @@ def test_a_damaged_checkpoint_is_refused(damage: str, tmp_path: Path, capsys: py
     assert run("sample", "--family", str(folder)) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
+
+
+def test_links_are_followed_and_what_is_no_plain_file_is_not_replaced(family: str, tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "real.json", tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to(target)
+    assert run("sample", "--family", family, "--json", str(link)) == 0
+    assert link.is_symlink() and json.loads(target.read_text())["texts"]
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True)
+    assert run("sample", "--family", family, "--json", str(pipe)) == 0
+    assert json.loads(reader.communicate(timeout=20)[0])["texts"] and pipe.is_fifo()
+
+
+def test_a_failed_write_is_one_line_and_leaves_nothing(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    assert run("sample", "--family", family, "--json", str(tmp_path / "x.json")) == 2
+    assert "No space left" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def test_picture_of_a_sample(family: str, tmp_path: Path) -> None:
+    words = ["--prompt", "the ", "--schedule", "L8 H16 L8", "--svg", str(tmp_path / "s.svg")]
+    assert run("sample", "--family", family, *words) == 0
+    root = ElementTree.fromstring((tmp_path / "s.svg").read_text())
+    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    bars = [
+        float(r.get("width", "0")) for r in root.iter("{http://www.w3.org/2000/svg}rect") if r.get("height") == "14"
+    ]
+    assert texts[0] == "the " and sum(map(len, texts[: texts.index("fully masked (t = 1)")])) == 32
+    assert len(bars) == 3 and bars[1] == pytest.approx(2 * bars[0], rel=0.01)
 
 
 def test_unwritable_output_is_refused_before_any_work(
@@ -250,6 +291,9 @@ def test_config_file_fills_in_flags_and_the_command_line_wins(
     assert run("sample", "--config", str(config), "--prompt", "xyz", "--json", "-") == 0
     texts = json.loads(capsys.readouterr().out)["texts"]
     assert len(texts) == 2 and all(len(t) == 8 and t.startswith("xyz") for t in texts)
+    config.write_text('watch = "yes"\n')
+    assert run("sample", "--config", str(config)) == 2
+    assert "true or false" in capsys.readouterr().err
     config.write_text("no_such = 1\n")
     assert run("sample", "--config", str(config)) == 2
     assert "no_such" in capsys.readouterr().err

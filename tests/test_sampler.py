@@ -523,3 +523,80 @@ def test_batches_are_full_although_models_take_turns(text: str) -> None:
     )
     assert samples.cost.padded_calls < 0.03 * samples.cost.total_calls
     assert samples.cost.network_calls * 16 == samples.cost.total_calls + samples.cost.padded_calls
+
+
+class TestDamage:
+    """Networks that give nonsense are refused; probability zero is not nonsense."""
+
+    @staticmethod
+    def draw(column: int, value: float, mask_id: int = 4) -> np.ndarray:
+        def logits(tokens_BL: torch.Tensor, t_B: torch.Tensor) -> torch.Tensor:
+            out = torch.zeros(*tokens_BL.shape, 5)
+            out[..., column] = value
+            return out
+
+        plan = make_plan(50, 6, 0)
+        return denoise({"a": FromLogits(logits)}, Schedule.parse("a:6"), plan, mask_id=mask_id, batch_size=16).tokens
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    @pytest.mark.parametrize("column", [0, 1, 3])
+    def test_nan_and_infinity_in_any_column(self, column: int, value: float) -> None:
+        with pytest.raises(UserError, match="not finite"):
+            self.draw(column, value)
+
+    @pytest.mark.parametrize("mask_id", [0, 4])
+    def test_impossible_tokens_are_never_written(self, mask_id: int) -> None:
+        tokens = self.draw(1, -math.inf, mask_id)
+        assert set(np.unique(tokens)) == {0, 1, 2, 3, 4} - {1, mask_id}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_out_of_memory_halves_the_batch_and_loses_nothing(dynamic: bool) -> None:
+    """A network that cannot take more than two rows: the same tokens as one that can, in batches of two."""
+    model = transformer(20, 12, depth=1, width=16)
+
+    class Small:
+        vocab_size = 20
+
+        def logits_at(self, tokens_BL: torch.Tensor, t_B: torch.Tensor, positions_BK: torch.Tensor) -> torch.Tensor:
+            if len(tokens_BL) > 2:
+                raise torch.OutOfMemoryError
+            return model.logits_at(tokens_BL, t_B, positions_BK)
+
+        def logits(self, tokens_BL: torch.Tensor, t_B: torch.Tensor) -> torch.Tensor:
+            return model.logits(tokens_BL, t_B)
+
+    policy: Any = SwitchByMaskFraction("a", "a", 0.2, 0.8) if dynamic else Schedule.parse("a:8")
+    plan = make_plan(11, 12, 5)
+    small = denoise({"a": Small()}, policy, plan, mask_id=19, steps=8, batch_size=8)
+    large = denoise({"a": model}, policy, plan, mask_id=19, steps=8, batch_size=8)
+    assert small.cost.batch_size == 2 and large.cost.batch_size == 8
+    assert np.array_equal(small.tokens, large.tokens)
+
+
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_batch_sizes_below_one_are_refused(batch_size: int) -> None:
+    with pytest.raises(UserError, match="batch size"):
+        denoise({"a": transformer(5, 4, depth=1, width=8)}, Schedule.parse("a:2"), make_plan(3, 4, 0), mask_id=4,
+                batch_size=batch_size)  # fmt: skip
+
+
+def test_given_is_checked() -> None:
+    family = Family({"a": transformer(20, 12, depth=1, width=16)}, mask_id=19, vocab_size=20, length=12)
+    row = [3, -1, -1, 5]
+    assert sample(family, "a", n=2, given=row, steps=3).tokens[:, [0, 3]].tolist() == [[3, 5], [3, 5]]
+    for wrong, more in ((row, {"prompt": "x"}), ([[3, -1]] * 3, {}), ([0.5, -1], {}), ([-1] * 13, {})):
+        with pytest.raises(UserError):
+            sample(family, "a", n=2, given=wrong, steps=3, **more)
+
+
+def test_the_record_names_policies_readably() -> None:
+    model = transformer(5, 4, depth=1, width=8)
+
+    def always(state: RowState) -> str:
+        return "a"
+
+    plan = make_plan(2, 4, 0)
+    table = Schedule.parse("a:1 b:2 a:1").timetable()
+    assert denoise({"a": model, "b": model}, table, plan, mask_id=4).schedule == "a:1 b:2 a:1"
+    assert denoise({"a": model}, always, plan, mask_id=4, steps=3).schedule == "always"
