@@ -94,17 +94,17 @@ def show_samples(family: Any, samples: Any) -> None:
         text = samples.texts[row] if samples.texts else " ".join(map(str, samples.tokens[row]))
         # Only where a text is its tokens' texts side by side can each be given a colour.
         if colours and "".join(pieces_of(family, samples.tokens[row])) == text:
-            text = coloured(family, samples.tokens[row], samples.trace.model_nL[row])
+            text = coloured(family, samples, row)
         print(text)
         if row + 1 < len(samples.tokens):
             print("─" * 40)
     if colours:
-        note(legend(samples.trace.models, True))
+        note(legend(family, samples.trace.models, True))
 
 
 def cost_line(samples: Any, heavy: str) -> str:
     cost = samples.cost
-    calls = ", ".join(f"{count} of {name}" for name, count in cost.calls.items())
+    calls = ", ".join(f"{count} of {name}" for name, count in cost.calls.items() if count)
     steps = "infinitely many" if math.isinf(samples.steps) else f"{int(samples.steps)}"
     line = f"{samples.schedule}: {steps} steps, calls: {calls}"
     if cost.flops is not None:
@@ -157,17 +157,23 @@ def run_ls(args: argparse.Namespace) -> dict[str, Any]:
     for folder in args.folder:
         if not Path(folder).is_dir():
             raise UserError(f"{folder} is not a folder")
+    from relaylm.demo import trained
+    from relaylm.family_folder import bundled
+
     found: dict[str, Any] = {
         "families": list_families(*args.folder),
         "schedules": {name: str(schedule) for name, schedule in hand_made().items()},
         "presets": presets(),
+        "default": next(iter(bundled()), None) or (str(folder) if (folder := trained()) else None),
     }
     if args.json != "-":
         out("families")
         for entry in found["families"]:
             about = entry["error"] or f"{', '.join(entry['models'])}; length {entry['length']}"
             out(f"  {entry['source']}{' (bundled)' if entry['bundled'] else ''}: {about}")
-        if not found["families"]:
+        if found["default"] is not None and not any(entry["bundled"] for entry in found["families"]):
+            out(f"  {found['default']} (the demo's, used where no family is named)")
+        elif not found["families"]:
             out("  none here; `relaylm demo` trains a tiny one, `relaylm train` a real one")
         out("schedules (any other: see relaylm sample --help)")
         for name, text in found["schedules"].items():
@@ -231,8 +237,7 @@ def run_compare(args: argparse.Namespace) -> dict[str, Any]:
 
     texts = [text.strip() for text in args.schedules.split(",") if text.strip()]
     schedules = [Schedule.parse(read_schedule(text)) for text in texts]
-    if args.plot is not None:
-        check_writable(args.plot)
+    check_plot(args.plot)
     prompts = None
     if args.prompts is not None:
         prompts = [line for line in read_file(args.prompts).splitlines() if line]
@@ -269,8 +274,7 @@ def run_compare(args: argparse.Namespace) -> dict[str, Any]:
 def run_importance(args: argparse.Namespace) -> dict[str, Any]:
     from relaylm.importance import importance, render
 
-    if args.plot is not None:
-        check_writable(args.plot)
+    check_plot(args.plot)
     if args.text is None and args.states == "data":
         raise UserError("name a held-out text with --text FILE, or use --states trajectory, which needs none")
     pairs: Any = args.pairs
@@ -489,6 +493,13 @@ def check_writable(path: str) -> None:
     replaced = not target.exists() or target.is_file()  # a new file, beside which a temporary one must fit
     if (replaced and not os.access(target.parent, os.W_OK)) or (target.exists() and not os.access(target, os.W_OK)):
         raise UserError(f"cannot write {path}: permission denied")
+
+
+def check_plot(path: str | None) -> None:
+    if path is not None:
+        if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
+            raise UserError(f"cannot draw {path}: the name must end in .png, .svg or .pdf")
+        check_writable(path)
 
 
 def write_text(path: str, text: str) -> None:

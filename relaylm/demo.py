@@ -26,13 +26,14 @@ def demo(source: str | None, prompt: str | None, seed: int, device: str) -> dict
     tiny = source is None and not bundled()
     family = Family.load(tiny_family() if tiny else (source or bundled()[0]), device=device)
     prompt = prompt if prompt is not None else ("the model " if tiny else "the history of ")
+    sample(family, "sandwich", 1, seed=seed, prompt=prompt, steps=8)  # the first calls of a process are slow
     columns: list[tuple[str, Samples]] = []
     for schedule in SCHEDULES:
         columns.append((schedule, sample(family, schedule, 1, seed=seed, prompt=prompt)))
     light, heavy = family.roles()
     print(f"L is {light}, H is {heavy}; one plan: every column writes the same positions at the same steps.\n")
     print(side_by_side(family, columns, sys.stdout))
-    print("\n" + legend(columns[1][1].trace.models, has_colours(sys.stdout)) + "\n")
+    print("\n" + legend(family, (light, heavy), has_colours(sys.stdout)) + "\n")
     print(f"{'schedule':<26}{'calls':>18}{'FLOPs':>10}{'saved':>8}{'seconds':>9}")
     for title, samples in columns:
         cost = samples.cost

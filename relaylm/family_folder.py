@@ -434,7 +434,7 @@ def _replace_folder(target: Path, fill: Callable[[Path], None], overwrite: bool)
         raise UserError(f"cannot write a family to {target}: it is a file")
     if target.is_dir() and any(target.iterdir()):
         if not overwrite:
-            raise UserError(f"{target} is not empty: choose another folder, or say that it may be overwritten")
+            raise UserError(f"{target} is not empty: choose another folder, or --overwrite (overwrite=True)")
         if not (target / MANIFEST).is_file():
             raise UserError(f"{target} is not a family (it has no {MANIFEST}), so it is not overwritten")
     target.parent.mkdir(parents=True, exist_ok=True)

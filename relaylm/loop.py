@@ -178,7 +178,7 @@ def _check_identity(folder: Path, before: dict[str, Any], now: dict[str, Any], f
         listed = "; ".join(f"{key} was {before.get(key)}, is {now[key]}" for key in changed[:4])
         raise UserError(
             f"{folder} holds a run that began differently ({listed}): "
-            f"use the same settings, another folder, or force it"
+            f"use the same settings, another folder, or --force (force=True)"
         )
 
 

@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from relaylm.schedule import Timetable
-from relaylm.terminal import pieces_of, printable, runs_of
+from relaylm.terminal import pieces_of, printable, runs_of, writers_of
 
 if TYPE_CHECKING:
     from relaylm.family import Family
@@ -25,7 +25,7 @@ def colour_of(model: int) -> str:
 def svg(family: Family, samples: Samples, timetable: Timetable | None = None, row: int = 0, columns: int = 72) -> str:
     """One sample as a self-contained SVG. Each line of text is laid out on a grid of `columns` characters."""
     pieces = [printable(piece) for piece in pieces_of(family, samples.tokens[row])]
-    owner = [model for piece, model in zip(pieces, samples.trace.model_nL[row].tolist(), strict=True) for _ in piece]
+    owner = [model for piece, model in zip(pieces, writers_of(family, samples, row), strict=True) for _ in piece]
     text = "".join(pieces)
     wide, high, margin = 10.2, 24, 20
     width = columns * wide + 2 * margin
@@ -45,7 +45,7 @@ def svg(family: Family, samples: Samples, timetable: Timetable | None = None, ro
         y += 8
         step = (width - 2 * margin) / timetable.steps
         x = float(margin)
-        for part, model in runs_of([" "] * timetable.steps, [names.index(name) for name in timetable.models]):
+        for part, model in runs_of([" "] * timetable.steps, [family.names.index(name) for name in timetable.models]):
             long = len(part) * step
             body.append(f"<rect x='{x:.1f}' y='{y}' width='{long:.1f}' height='14' fill='{colour_of(model)}'/>")
             x += long
@@ -55,10 +55,12 @@ def svg(family: Family, samples: Samples, timetable: Timetable | None = None, ro
         body.append(f"<text x='{width - margin}' y='{y}' {label} text-anchor='end'>text (t = 0)</text>")
     y += 26
     x = float(margin)
-    for i, name in enumerate(names):
+    for name in names:
         calls = samples.cost.calls.get(name, 0)
         caption = f"{name} ({calls} calls)"
-        body.append(f"<rect x='{x:.0f}' y='{y - 11}' width='12' height='12' fill='{colour_of(i)}'/>")
+        body.append(
+            f"<rect x='{x:.0f}' y='{y - 11}' width='12' height='12' fill='{colour_of(family.names.index(name))}'/>"
+        )
         body.append(f"<text x='{x + 18:.0f}' y='{y}' fill='#444444' font-size='13'>{escape(caption)}</text>")
         x += 40 + 8 * len(caption)
     height = y + margin

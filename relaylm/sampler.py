@@ -496,8 +496,11 @@ def sample(
     if isinstance(schedule, str):
         schedule = Schedule.parse(schedule)
     policy = schedule.bind(light, heavy) if isinstance(schedule, Schedule) else schedule
-    if isinstance(policy, Schedule):
-        family.check_names(policy.models)
+    if isinstance(policy, Schedule) and (unknown := [name for name in policy.models if name not in family.models]):
+        raise UserError(
+            f"there is no model {unknown[0]!r} in this family: it has {', '.join(family.names)}; schedules by name are "
+            "heavy, light, quarter:1, sandwich:25%, small-first:25%, interleaved:25%, random:7:25%"
+        )
     if given is None:
         given = lay_out(family, prompt, suffix, infill, length, max_new_tokens)
     else:

@@ -81,6 +81,10 @@ class ScheduleBound:
     def perplexity(self) -> float:
         return 2.0**self.bits
 
+    def __str__(self) -> str:
+        interval = f"95%: {self.low:.4f} to {self.high:.4f}"
+        return f"{self.bits:.4f} bits per symbol ({interval}), perplexity {self.perplexity:.4g}"
+
     def to_json(self) -> dict[str, Any]:
         ci = [metrics.finite(self.low), metrics.finite(self.high)]
         return {"bits": self.bits, "ci": ci, "perplexity": self.perplexity, "rows": self.rows}

@@ -36,9 +36,17 @@ def colour_of(model: int) -> int:
     return GIVEN if model < 0 else PALETTE[model % len(PALETTE)]
 
 
-def legend(models: Sequence[str], colours: bool) -> str:
-    names = [paint(f"■ {name}", colour_of(i)) if colours else name for i, name in enumerate(models)]
+def legend(family: Family, models: Sequence[str], colours: bool) -> str:
+    ranked = [(family.names.index(name), name) for name in family.names if name in models]
+    names = [paint(f"■ {name}", colour_of(rank)) if colours else name for rank, name in ranked]
     return "written by " + "  ".join(names) + (paint("  ■ given", GIVEN) if colours else "")
+
+
+def writers_of(family: Family, samples: Samples, row: int) -> list[int]:
+    """For each position the rank in the family of the model that wrote it, -1 where it was given: a model has one
+    colour, whichever others took part."""
+    ranks = [family.names.index(name) for name in samples.trace.models]
+    return [-1 if model < 0 else ranks[model] for model in samples.trace.model_nL[row].tolist()]
 
 
 def runs_of(pieces: Sequence[str], model_L: Sequence[int]) -> list[tuple[str, int]]:
@@ -52,10 +60,10 @@ def runs_of(pieces: Sequence[str], model_L: Sequence[int]) -> list[tuple[str, in
     return runs
 
 
-def coloured(family: Family, tokens_L: np.ndarray, model_L: np.ndarray) -> str:
+def coloured(family: Family, samples: Samples, row: int) -> str:
     """One sample, each token in the colour of the model that wrote it."""
-    pieces = pieces_of(family, tokens_L)
-    return "".join(paint(text, colour_of(model)) for text, model in runs_of(pieces, model_L.tolist()))
+    runs = runs_of(pieces_of(family, samples.tokens[row]), writers_of(family, samples, row))
+    return "".join(paint(text, colour_of(model)) for text, model in runs)
 
 
 def pieces_of(family: Family, tokens_L: np.ndarray) -> list[str]:
@@ -93,7 +101,7 @@ def side_by_side(family: Family, columns: Sequence[tuple[str, Samples]], stream:
     blocks = []
     for title, samples in columns:
         pieces = pieces_of(family, samples.tokens[row])
-        body = wrapped(pieces, samples.trace.model_nL[row].tolist(), width, colours)
+        body = wrapped(pieces, writers_of(family, samples, row), width, colours)
         blocks.append([title[:width].ljust(width), "─" * width, *body])
     height = max(len(block) for block in blocks)
     rows = [" │ ".join(block[i] if i < len(block) else " " * width for block in blocks) for i in range(height)]
@@ -118,7 +126,7 @@ class Watch:
         if event.row != self.row:
             return
         self.tokens[event.positions] = event.tokens
-        self.writer[event.positions] = self.models.index(event.model)
+        self.writer[event.positions] = self.family.names.index(event.model)
         self.written += len(event.positions)
         ahead = self.began + 4.0 * self.written / max(1, self.total) - time.monotonic()
         if ahead > 0:
@@ -133,7 +141,7 @@ class Watch:
         state = (
             f"t = {event.t:.3f}   step {event.step or '-'}   {event.model} runs   {self.written}/{self.total} written"
         )
-        lines += ["", state[:width].ljust(width), legend(self.models, self.colours)]
+        lines += ["", state[:width].ljust(width), legend(self.family, self.models, self.colours)]
         up = f"\x1b[{self.height}F" if self.colours and self.height else ""
         self.stream.write(up + "\n".join(lines) + "\n")
         self.stream.flush()

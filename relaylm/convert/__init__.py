@@ -240,7 +240,7 @@ def _write_folder(target: Path, fill: Any, overwrite: bool, mark: str) -> Path:
     """All of a folder or nothing: written beside its place, then renamed into it."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         if not overwrite:
-            raise UserError(f"{target} is not empty: choose another folder, or say that it may be overwritten")
+            raise UserError(f"{target} is not empty: choose another folder, or --overwrite (overwrite=True)")
         if not (target / mark).is_file():
             raise UserError(f"{target} was not written by relaylm (it has no {mark}), so it is not overwritten")
     new = target.parent / f".{target.name}.new-{secrets.token_hex(4)}"
