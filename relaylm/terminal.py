@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # From the lightest model to the heaviest; told apart by the colour-blind too (Okabe and Ito's orange, sky blue, ...).
 PALETTE = (214, 75, 36, 220, 26, 166, 175)
-GIVEN = 245  # grey: what the user gave
+GIVEN, BLANK = 245, 238  # greys: what the user gave, and, darker, what is still masked
 
 
 def has_colours(stream: TextIO) -> bool:
@@ -33,7 +33,9 @@ def paint(text: str, colour: int) -> str:
 
 
 def colour_of(model: int) -> int:
-    return GIVEN if model < 0 else PALETTE[model % len(PALETTE)]
+    if model < 0:
+        return GIVEN if model == -1 else BLANK
+    return PALETTE[model % len(PALETTE)]
 
 
 def legend(family: Family, models: Sequence[str], colours: bool) -> str:
@@ -117,7 +119,7 @@ class Watch:
     ) -> None:
         self.family, self.models, self.stream, self.row = family, list(models), stream, row
         self.tokens = np.where(given_L < 0, family.mask_id, given_L)
-        self.writer = np.full(len(given_L), -1)
+        self.writer = np.where(given_L < 0, -2, -1)
         self.colours = has_colours(stream)
         self.total, self.written, self.height = int((given_L < 0).sum()), 0, 0
         self.began, self.drawn = time.monotonic(), 0.0
