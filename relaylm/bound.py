@@ -60,11 +60,14 @@ class Bound:
         return 2.0**self.bits
 
     def __str__(self) -> str:
-        interval = f"95%: {self.low:.4f} to {self.high:.4f}"
-        return f"{self.bits:.4f} bits per symbol ({interval}), perplexity {self.perplexity:.4g}"
+        return in_words(self.bits, self.low, self.high)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "perplexity": self.perplexity, "perplexity_interval": [2.0**self.low, 2.0**self.high]}
+
+
+def in_words(bits: float, low: float, high: float) -> str:
+    return f"{bits:.4f} bits per symbol (95%: {low:.4f} to {high:.4f}), perplexity {2.0**bits:.4g}"
 
 
 def spread_rows(tokens_N: np.ndarray | Sequence[int], length: int, rows: int | None = None) -> np.ndarray:

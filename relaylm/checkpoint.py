@@ -36,6 +36,17 @@ _NAMES = {
 _STATE, _CRC = "state", "crc32"
 
 
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable: a rename is on disk only after this."""
+    if os.name == "nt":  # has no such thing
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def atomic_write(path: Path, parts: Iterable[bytes | memoryview]) -> None:
     """Write a file whole or not at all. A full disk or an unwritable folder is a UserError, and what was there
     stays."""
@@ -52,11 +63,7 @@ def atomic_write(path: Path, parts: Iterable[bytes | memoryview]) -> None:
         finally:
             os.close(handle)
         os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)

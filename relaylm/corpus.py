@@ -36,6 +36,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from tqdm import tqdm
 
+from relaylm.checkpoint import sync_folder
 from relaylm.errors import UserError
 from relaylm.text import file_sha256, find_sources, pieces
 from relaylm.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, vocabulary
@@ -271,11 +272,11 @@ def prepare(
         if holdout and not splits["heldout"]["tokens"]:
             raise UserError(f"{holdout:.3g} of this text is less than one row: hold out more, or nothing (0)")
         _write(partial / "manifest.json", json.dumps(manifest, indent=1).encode())
-        _sync_folder(partial)
+        sync_folder(partial)
         if out.exists():
             out.rmdir()
         os.rename(partial, out)
-        _sync_folder(out.parent)
+        sync_folder(out.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(f"cannot write the corpus {out}: {error.strerror or error}") from error
@@ -300,14 +301,6 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # ----------------------------------------------------------------------------------------------------------- read

@@ -29,6 +29,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from relaylm.checkpoint import sync_folder
 from relaylm.denoiser import Architecture, Denoiser, Transformer, build, expected_shapes
 from relaylm.errors import UserError
 from relaylm.members import DTYPES, NAME, check_lengths, check_name, check_together, place
@@ -443,7 +444,7 @@ def _replace_folder(target: Path, fill: Callable[[Path], None], overwrite: bool)
         new.mkdir()
         fill(new)
         for root, _, _ in os.walk(new, topdown=False):
-            _sync_folder(Path(root))
+            sync_folder(Path(root))
         moved = target.is_dir() and any(target.iterdir())
         if moved:
             os.replace(target, old)
@@ -458,7 +459,7 @@ def _replace_folder(target: Path, fill: Callable[[Path], None], overwrite: bool)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -467,13 +468,3 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "nt":  # has no such thing
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

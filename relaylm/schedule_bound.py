@@ -38,6 +38,7 @@ import numpy as np
 import torch
 
 from relaylm import metrics
+from relaylm.bound import in_words
 from relaylm.diffusion import LINEAR, Alpha
 from relaylm.errors import UserError
 from relaylm.importance import measure
@@ -82,8 +83,7 @@ class ScheduleBound:
         return 2.0**self.bits
 
     def __str__(self) -> str:
-        interval = f"95%: {self.low:.4f} to {self.high:.4f}"
-        return f"{self.bits:.4f} bits per symbol ({interval}), perplexity {self.perplexity:.4g}"
+        return in_words(self.bits, self.low, self.high)
 
     def to_json(self) -> dict[str, Any]:
         ci = [metrics.finite(self.low), metrics.finite(self.high)]

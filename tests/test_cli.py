@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -336,6 +337,9 @@ def test_compare_importance_and_bound(family: str, tmp_path: Path, capsys: pytes
     single = result("bound", "--text", str(text), "--rows", "8", "--model", "3b")["bounds"]["3b"]
     mixed = result("bound", "--text", str(text), "--rows", "8", "--schedule", "sandwich", "--steps", "16")["bounds"]
     assert single["bits"] > 0 and len(mixed) == 1
+    for words in (["--model", "3b"], ["--schedule", "sandwich", "--steps", "16"]):  # one line each, for people
+        assert run("bound", "--family", family, "--text", str(text), "--rows", "8", *words) == 0
+        assert re.fullmatch(r".*: \d+\.\d+ bits per symbol \(95%: .*\), perplexity .*\n", capsys.readouterr().out)
 
 
 class Payload:

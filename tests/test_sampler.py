@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from relaylm.denoiser import Architecture, FromLogits, Transformer, build, expected_shapes
-from relaylm.diffusion import Alpha
+from relaylm.diffusion import LINEAR, Alpha
 from relaylm.errors import UserError
 from relaylm.family import Family
-from relaylm.plan import Plan, make_plan, uniforms
-from relaylm.sampler import Event, Law, Samples, denoise, sample
+from relaylm.plan import Plan, make_events, make_plan, uniforms
+from relaylm.sampler import Event, Law, Queue, Samples, _stretches, call_shapes, denoise, sample
 from relaylm.schedule import RowState, Schedule, SwitchByMaskFraction, Timetable
 
 INF = math.inf
@@ -600,3 +600,23 @@ def test_the_record_names_policies_readably() -> None:
     table = Schedule.parse("a:1 b:2 a:1").timetable()
     assert denoise({"a": model, "b": model}, table, plan, mask_id=4).schedule == "a:1 b:2 a:1"
     assert denoise({"a": model}, always, plan, mask_id=4, steps=3).schedule == "always"
+
+
+def test_two_batches_of_rows_fill_a_sandwich() -> None:
+    """What Queue.take promises, at the size of the paper, without a network."""
+    plan, schedule = make_plan(128, 1024, 0), Schedule.parse("a:125 b:750 a:125")
+    table = schedule.timetable()
+    events = make_events(plan, table.times)
+    shapes, shapes_E = call_shapes(events, table.times, LINEAR, 1024, rows=64)
+    model_E = np.array([name == "b" for name in table.models], dtype=np.int64)[table.steps - events.step_E]
+    queue = Queue(plan, events, shapes_E, shapes, in_flight=512)
+    queue.stretch_E = _stretches(model_E, events)
+    queue.model_n[queue.todo] = model_E[queue.next_n[queue.todo]]
+    places = rows = 0
+    while (call := queue.take()) is not None:
+        assert set(model_E[call.events_R]) == {call.model}
+        queue.advance(call)
+        going = call.rows_R[queue.next_n[call.rows_R] < queue.end_n[call.rows_R]]
+        queue.model_n[going] = model_E[queue.next_n[going]]
+        places, rows = places + call.shape.rows, rows + len(call.rows_R)
+    assert rows == len(model_E) and places - rows < 0.005 * rows
