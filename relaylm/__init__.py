@@ -19,6 +19,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "compare": "comparison",
+    "Rule": "decoding",
+    "parse_rule": "decoding",
     "Architecture": "denoiser",
     "Denoiser": "denoiser",
     "FromLogits": "denoiser",
@@ -36,6 +38,7 @@ _HOMES = {
     "Samples": "sampler",
     "denoise": "sampler",
     "sample": "sampler",
+    "search": "schedule_search",
     "sample_reference": "reference",
     "UserError": "errors",
 }
@@ -44,6 +47,7 @@ __all__ = ["__version__", *sorted(_HOMES)]
 
 if TYPE_CHECKING:  # for editors and type checkers, which cannot follow __getattr__
     from relaylm.comparison import compare
+    from relaylm.decoding import Rule, parse_rule
     from relaylm.denoiser import Architecture, Denoiser, FromLogits, Transformer
     from relaylm.errors import UserError
     from relaylm.family import Family
@@ -59,6 +63,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which cannot follow __getatt
         all_placements,
         hand_made,
     )
+    from relaylm.schedule_search import search
 
 
 def __getattr__(name: str) -> Any:

@@ -38,19 +38,15 @@ from relaylm.members import DTYPES, pick_device
 from relaylm.published import Side, best_batch, random_network
 from relaylm.rival import rival
 from relaylm.sampler import Samples
+from relaylm.timing import device_name
 
 PARTS = ("cache", "compiled", "trajectory", "shares", "memory", "breakdown", "kl", "rival", "growth", "bound")
 X = TypeVar("X")
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    cpu = device_name(torch.device("cpu"))
+    gpu = device_name(device) if device.type == "cuda" else None
     return {"platform": platform.platform(), "cpu": cpu, "threads": torch.get_num_threads(), "gpu": gpu}
 
 

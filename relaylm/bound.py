@@ -29,7 +29,7 @@ Shapes: N rows, B of them in a call, L positions, M scored positions, V vocabula
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -93,10 +93,11 @@ def bound(
     batch_size: int | None = None,
     device: torch.device | str | None = None,
     precision: str = "fp32",
+    on_rows: Callable[[int, int], None] | None = None,
 ) -> Bound:
     """The likelihood bound of one denoiser on rows of tokens, in continuous time; or, with a timetable, of a T-step
     sampler whose steps go to the denoisers of a mapping by name. `real_N` is how many positions of each row count
-    (padding does not); `precision="bf16"` runs the network under autocast."""
+    (padding does not); `precision="bf16"` runs the network under autocast; `on_rows(done, total)` hears of progress."""
     if draws < 1:
         raise UserError(f"the number of draws must be at least 1, not {draws}")
     models = {"": denoiser} if timetable is None else dict(denoiser)
@@ -128,6 +129,8 @@ def bound(
                 nll_M = _nll_at(models[name], noisy_BL[mine], time_B[mine], tokens_BL[mine], index_M, mask, precision)
                 sums_B.index_add_(0, mine[index_M // length], nll_M)
             total_N[start:stop] += sums_B.cpu().numpy() * (length / masked.sum(axis=1)) / draws
+        if on_rows is not None:
+            on_rows(stop, n)
     return _interval(total_N, np.full(n, length) if real_N is None else real_N, draws)
 
 

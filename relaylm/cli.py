@@ -24,13 +24,17 @@ from relaylm.commands import (
     run_bench,
     run_bound,
     run_compare,
+    run_compose,
     run_convert,
+    run_cost,
     run_demo,
     run_importance,
     run_info,
     run_ls,
     run_prepare,
+    run_reproduce,
     run_sample,
+    run_search,
     run_train,
     write_text,
 )
@@ -80,7 +84,12 @@ def batch_type(text: str) -> int | None:
     return None if text == "auto" else positive(text)
 
 
-def depths_type(text: str) -> tuple[int, ...]:
+def seconds_type(text: str) -> float:
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:], 0)
+    return _number(float, 0, "a time such as 90s, 10m or 1h")(text[:-1] if unit else text) * (unit or 1)
+
+
+def counts_type(text: str) -> tuple[int, ...]:
     return tuple(positive(part) for part in text.split(","))
 
 
@@ -96,6 +105,16 @@ def common(parser: argparse.ArgumentParser, seed: bool = True, device: bool = Tr
 def family_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--family", help="a bundled name, a folder, a checkpoint or a hub id (default: the bundled one)"
+    )
+
+
+def cluster_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cluster",
+        nargs="?",
+        const="local",
+        metavar="ADDRESS",
+        help="on Ray: this machine's workers, or those of the cluster at ADDRESS",
     )
 
 
@@ -135,11 +154,16 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--temperature", type=float, default=1.0, help="other than 1 changes the law of the samples")
     p.add_argument("--top-p", type=float, help="nucleus; changes the law of the samples")
     p.add_argument("--top-k", type=positive, help="the k likeliest tokens; changes the law of the samples")
+    p.add_argument("--rule", help="decoding rule: ancestral (default), low-confidence, dream-entropy, threshold:0.9...")
+    p.add_argument("--block-length", type=positive, help="write in blocks of so many positions, with some rules")
+    p.add_argument("--stride", type=positive, help="go on past the family's length, to --length, in such windows")
     p.add_argument("--light", help="the model that L stands for (default: the smallest)")
     p.add_argument("--heavy", help="the model that H stands for (default: the largest)")
     p.add_argument("--batch-size", type=batch_type, default="auto", help="rows in a network call, or auto")
+    cluster_flag(p)
     p.add_argument("--watch", action="store_true", help="play the denoising in the terminal")
     p.add_argument("--svg", metavar="FILE", help="draw the first sample, in the colours of the models that wrote it")
+    p.add_argument("--html", metavar="FILE", help="write a page that plays the denoising of the samples in a browser")
     common(p)
 
     p = command("info", run_info, "say what a family or checkpoint holds", "relaylm info path/to/family")
@@ -163,24 +187,94 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--recipe", default="plain", choices=("plain", "mdlm"), help="how perplexity is computed")
     p.add_argument("--no-rivals", action="store_true", help="leave out the equal-compute rivals")
     p.add_argument("--bound", metavar="FILE", help="add each schedule's likelihood bound on this text")
+    p.add_argument("--mauve", metavar="FILE", help="add MAUVE against this text, on the judge's states")
+    p.add_argument("--timing", action="store_true", help="add milliseconds (and joules) by this device's table")
     p.add_argument("--light", help="the model that L stands for (default: the smallest)")
     p.add_argument("--heavy", help="the model that H stands for (default: the largest)")
     p.add_argument("--batch-size", type=batch_type, default="auto", help="rows in a network call, or auto")
     p.add_argument("--store", metavar="FOLDER", help="keep results here; what is there is not computed again")
     p.add_argument("--fresh", action="store_true", help="compute again what the store has")
+    cluster_flag(p)
     p.add_argument("--plot", metavar="FILE", help="draw it (.png, .svg or .pdf)")
     common(p)
+
+    p = command(
+        "compose",
+        run_compose,
+        "rules x steps x schedules: do savings compose?",
+        "relaylm compose --steps 32,256 --plot grid.png",
+    )
+    family_flag(p)
+    p.add_argument("--rules", help="separated by commas; @P adds a nucleus, as in ancestral@0.9 (default: six)")
+    p.add_argument("--steps", type=counts_type, help="numbers of steps (default 8,32,256)")
+    p.add_argument("--schedules", help="separated by commas (default: heavy, two sandwiches, a middle model, light)")
+    p.add_argument("-n", "--n", type=natural_from_2, default=400, help="samples in each cell (default 400)")
+    p.add_argument("--length", type=positive, help="positions in a sample (default: the family's)")
+    p.add_argument("--judge", default="own", help="own, hf:NAME or gguf:PATH")
+    p.add_argument("--light", help="the model that L stands for (default: the smallest)")
+    p.add_argument("--heavy", help="the model that H stands for (default: the largest)")
+    p.add_argument("--batch-size", type=batch_type, default="auto", help="rows in a network call, or auto")
+    p.add_argument("--store", metavar="FOLDER", help="keep each cell here as it is done; run again to resume")
+    p.add_argument("--fresh", action="store_true", help="compute again what the store has")
+    p.add_argument("--recorded", metavar="FILE", help="show and draw this JSON of an earlier run; sample nothing")
+    p.add_argument("--plot", metavar="FILE", help="draw two figures, FILE and one more (.png, .svg or .pdf)")
+    p.add_argument("--markdown", metavar="FILE", help="write the tables into this document, between their marks")
+    common(p)
+
+    p = command("cost", run_cost, "what calls and schedules cost on this device", "relaylm cost --budget 40ms")
+    family_flag(p)
+    p.add_argument("--schedules", default="heavy,sandwich:25%,light", help="separated by commas")
+    p.add_argument("-T", "--steps", type=steps_type, help="denoising steps, or inf (default: the length)")
+    p.add_argument("--length", type=positive, help="positions in a sample (default: the family's)")
+    p.add_argument("--budget", help="mark what is over it: a share to be saved (25%%, 25%% ms) or 3e12flops, 40ms, 12J")
+    p.add_argument("--light", help="the model that L stands for (default: the smallest)")
+    p.add_argument("--heavy", help="the model that H stands for (default: the largest)")
+    p.add_argument("--batch-size", type=batch_type, default="auto", help="rows in a network call, or auto")
+    p.add_argument("--fresh", action="store_true", help="measure again what the table has")
+    common(p, seed=False)
 
     p = command(
         "importance", run_importance, "how far models disagree, by timestep", "relaylm importance --text held.txt"
     )
     family_flag(p)
-    p.add_argument("--text", metavar="FILE", help="held-out text; needed unless --states trajectory")
+    p.add_argument("--text", metavar="FILE", help="held-out text (default: the one that comes with the family)")
     p.add_argument("--states", default="data", choices=("data", "trajectory"), help="corrupted text, or own samples")
     p.add_argument("--pairs", help="light:heavy pairs separated by commas, or all (default: each against the heaviest)")
     p.add_argument("--timesteps", type=positive, default=20, help="number of even times (default 20)")
     p.add_argument("--sequences", type=positive, help="rows at each time (default 500 on a GPU, 64 on a CPU)")
     p.add_argument("--plot", metavar="FILE", help="draw the curves (.png, .svg or .pdf)")
+    common(p)
+
+    p = command(
+        "search", run_search, "the best schedule within a budget", "relaylm search --budget 25% --json best.json"
+    )
+    p.add_argument("method", nargs="?", default="tune", help="tune (default), exhaustive or evolve: how to look for it")
+    family_flag(p)
+    p.add_argument("--budget", help="share of all-heavy to be saved (25%%), 3e12flops, 40ms, or a range 0:1:0.1")
+    p.add_argument("--max-loss", help="instead: the most perplexity may rise (2%%), as cheaply as possible")
+    p.add_argument("--light-segments", type=natural, help="instead: as much as so many light segments save")
+    p.add_argument("--segments", type=positive, default=10, help="segments of the time axis (default 10)")
+    p.add_argument("--models", help="that may take part, separated by commas (default: all)")
+    p.add_argument("--densities", help="shares of a segment's steps that may be taken (default 1,1/2,1/4)")
+    p.add_argument("-n", "--n", type=natural_from_2, help="rows for each schedule (default 160; evolve 64)")
+    p.add_argument("--confirm", type=natural_from_2, help="fresh rows for the best (default 1600; tune: what is left)")
+    p.add_argument("--rows", type=positive, help="what tune may spend, in samples' worth of calls (default 3300)")
+    p.add_argument("-T", "--steps", type=steps_type, help="denoising steps (default: the length)")
+    p.add_argument("--length", type=positive, help="positions in a sample (default: the family's)")
+    p.add_argument("--prompts", metavar="FILE", help="text file, one prompt in a line; row r continues prompt r")
+    p.add_argument("--judge", default="own", help="own, hf:NAME or gguf:PATH")
+    p.add_argument("--recipe", default="plain", choices=("plain", "mdlm"), help="how perplexity is computed")
+    p.add_argument("--text", metavar="FILE", help="held-out text for likelihood bounds (default: the family's, if any)")
+    p.add_argument("--quick", action="store_true", help="tune by likelihood bounds alone: no sampling, no judge")
+    p.add_argument("--time-limit", type=seconds_type, metavar="TIME", help="stop with the best so far: 90s, 10m, 1h")
+    p.add_argument("--light", help="the model that L stands for (default: the smallest)")
+    p.add_argument("--heavy", help="the model that H stands for (default: the largest)")
+    p.add_argument("--batch-size", type=batch_type, default="auto", help="rows in a network call, or auto")
+    p.add_argument("--store", metavar="FOLDER", help="keep results here; run again to go on where it stopped")
+    p.add_argument("--fresh", action="store_true", help="compute again what the store has")
+    cluster_flag(p)
+    p.add_argument("--plot", metavar="FILE", help="draw it (.png, .svg or .pdf)")
+    p.add_argument("--csv", metavar="FILE", help="write what was measured as a table")
     common(p)
 
     p = command(
@@ -208,7 +302,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("corpus", help="a folder that `relaylm prepare` wrote")
     p.add_argument("out", help="where to train; run again to resume")
     p.add_argument("--preset", default="tiny-cpu", help="a preset's name (see relaylm ls) or a TOML file")
-    p.add_argument("--depths", type=depths_type, help="blocks of each model, such as 4,6,8,10,12")
+    p.add_argument("--depths", type=counts_type, help="blocks of each model, such as 4,6,8,10,12")
     p.add_argument("--twin", type=positive, help="blocks of a second model from another seed")
     p.add_argument("--judge", type=positive, help="blocks of a left-to-right judge")
     p.add_argument("--name", help="the family's name")
@@ -218,7 +312,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     p = command("bound", run_bound, "likelihood bound on a text", "relaylm bound --text heldout.txt")
     family_flag(p)
-    p.add_argument("--text", required=True, metavar="FILE", help="a text file (plain, .xz, .gz)")
+    p.add_argument("--text", metavar="FILE", help="plain, .xz or .gz (default: the one that comes with the family)")
     p.add_argument("--model", help="which model (default: each)")
     p.add_argument("--schedule", help="of a schedule, in --steps steps, instead of single models")
     p.add_argument(
@@ -246,7 +340,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     p = command("bench", run_bench, "speed against MDLM's own sampler, in one run", "relaylm bench --json bench.json")
     p.add_argument("--family", help="take the weights from here (default: random ones)")
-    p.add_argument("--depths", type=depths_type, default=(12, 4), help="blocks of the heavy and the light model (12,4)")
+    p.add_argument("--depths", type=counts_type, default=(12, 4), help="blocks of the heavy and the light model (12,4)")
     p.add_argument("--width", type=positive, help="default 768 on CUDA, 256 on a CPU")
     p.add_argument("--vocab-size", type=positive, default=50258, help="default 50258")
     p.add_argument("--length", type=positive, help="default 1024 on CUDA, 256 on a CPU")
@@ -254,6 +348,26 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--batch-size", type=batch_type, default="auto", help="rows in a network call, or auto")
     p.add_argument("--quick", action="store_true", help="fewer repeats")
     p.add_argument("--parts", help="only these, separated by commas (default: all; an unknown name lists them)")
+    common(p)
+
+    p = command(
+        "reproduce",
+        run_reproduce,
+        "the paper's experiments on a family, and a verdict on each of its claims",
+        "relaylm reproduce --scale cpu --out reproduce",
+    )
+    family_flag(p)
+    p.add_argument(
+        "--scale", default="auto", choices=("auto", "cpu", "gpu", "paper"), help="how large (default: by the device)"
+    )
+    p.add_argument("--only", nargs="+", metavar="NAME", help="only these experiments (an unknown name lists them)")
+    p.add_argument("--out", metavar="FOLDER", default="reproduce", help="report, figures, tables, data (reproduce)")
+    p.add_argument("--store", metavar="FOLDER", help="samples and scores (default: store in --out)")
+    p.add_argument("--text", metavar="FILE", help="held-out text (default: heldout.txt beside the family, if there)")
+    p.add_argument("--second", metavar="FAMILY", help="a family of another corpus, with short rows")
+    p.add_argument("--bpe", metavar="FAMILY", help="a family with a large vocabulary, for the float32 draw")
+    p.add_argument("--stages", nargs="+", metavar="FAMILY", help="one pair at several stages of its training")
+    p.add_argument("--judge", default="own", help="own, hf:NAME or gguf:PATH")
     common(p)
 
     p = command("demo", run_demo, "the same prompt under three schedules, side by side", "relaylm demo")

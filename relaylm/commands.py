@@ -22,14 +22,23 @@ from relaylm.errors import UserError
 
 
 def run_sample(args: argparse.Namespace) -> dict[str, Any]:
+    from relaylm.decoding import parse_rule
     from relaylm.sampler import sample
     from relaylm.schedule import Schedule
 
     schedule = Schedule.parse(read_schedule(args.schedule))
     if args.watch and args.n > 1:
         raise UserError(f"--watch plays one sample, not {args.n}")
-    if args.svg is not None:
-        check_writable(args.svg)
+    if args.watch and args.cluster is not None:
+        raise UserError("--watch plays what happens here, not on a cluster")
+    for target in (args.svg, args.html):
+        if target is not None:
+            check_writable(target)
+    rule = None if args.rule is None else parse_rule(args.rule, args.block_length)
+    if args.block_length is not None and rule is None:
+        raise UserError("--block-length goes with a rule: --rule low-confidence")
+    if args.stride is not None and args.html is not None:
+        raise UserError("--html plays one window, not the several of --stride")
     if args.chat and (args.family is None or args.prompt is None):
         raise UserError("--chat needs an instruction-tuned model (--family) and what to say to it (--prompt)")
     family = load_family(args)
@@ -47,39 +56,39 @@ def run_sample(args: argparse.Namespace) -> dict[str, Any]:
         given_L = lay_out(family, args.prompt, args.suffix, args.infill, args.length, args.max_new_tokens)
         used = [name for name in family.names if name in schedule.bind(light, heavy).models or name == heavy]
         callback = Watch(family, given_L, used, sys.stderr if args.json == "-" else sys.stdout)
-    with progress("sampling", "call", shown=not args.watch) as on_calls:
-        samples = sample(
-            family,
-            schedule,
-            args.n,
-            steps=args.steps,
-            length=args.length,
-            seed=args.seed,
-            prompt=args.prompt,
-            suffix=args.suffix,
-            infill=args.infill,
-            max_new_tokens=args.max_new_tokens,
-            stop=args.stop,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            light=light,
-            heavy=heavy,
-            batch_size=args.batch_size,
-            callback=callback,
-            on_calls=on_calls,
-        )
+    same = "steps length seed prompt suffix infill max_new_tokens stop temperature top_p top_k stride batch_size"
+    options = {name: getattr(args, name) for name in same.split()} | {"rule": rule, "light": light, "heavy": heavy}
+    with progress("sampling", "call" if args.cluster is None else "row", shown=not args.watch) as on_calls:
+        if args.cluster is None:
+            samples = sample(family, schedule, args.n, callback=callback, on_calls=on_calls, **options)
+        else:
+            from relaylm.cluster import Cluster, sample_many
+
+            with Cluster(family, args.cluster) as workers:
+                samples = sample_many(workers, schedule, args.n, on_rows=on_calls, **options)
+    if callback is not None:
+        took = replace(samples.cost, seconds=samples.cost.seconds - callback.seconds)
+        samples = replace(samples, cost=took)
+    if args.json is not None and rule is None and args.stride is None:
+        from relaylm.timing import with_measured
+
+        samples = replace(samples, cost=with_measured(samples, family))
     if args.chat:
         start = len(family.tokenizer.encode(args.prompt))
         samples = replace(samples, texts=convert.texts(family, samples.tokens, start))
     if args.json != "-" and not args.watch:
         show_samples(family, samples)
+    by_time = rule is not None and rule.adaptive  # its steps are its own: there is no timetable of them
     if args.svg is not None:
         from relaylm.picture import svg
 
         bound = schedule.bind(light, heavy)
-        timetable = None if math.isinf(samples.steps) else bound.timetable(int(samples.steps))
+        timetable = None if math.isinf(samples.steps) or by_time else bound.timetable(int(samples.steps))
         write_text(args.svg, svg(family, samples, timetable))
+    if args.html is not None:
+        from relaylm.player import page
+
+        write_text(args.html, page(family, samples, None if by_time else schedule.bind(light, heavy), heavy))
     note(cost_line(samples, heavy))
     if samples.changes_law:
         note(f"{', '.join(samples.changes_law)}: these samples do not follow the models' own law")
@@ -242,26 +251,35 @@ def run_compare(args: argparse.Namespace) -> dict[str, Any]:
     if args.prompts is not None:
         prompts = [line for line in read_file(args.prompts).splitlines() if line]
     family = load_family(args)
-    result = compare(
-        family,
-        schedules,
-        args.n,
-        steps=args.steps,
-        length=args.length,
-        seed=args.seed,
-        prompts=prompts,
-        judge=args.judge,
-        recipe=args.recipe,
-        rivals=not args.no_rivals,
-        bound=args.bound is not None,
-        text=None if args.bound is None else token_rows(family, args.bound, args.length or family.length, 64),
-        light=args.light,
-        heavy=args.heavy,
-        batch_size=args.batch_size,
-        store=args.store,
-        fresh=args.fresh,
-        progress=sys.stderr.isatty(),
-    )
+    workers: Any = contextlib.nullcontext()
+    if args.cluster is not None:
+        from relaylm.cluster import Cluster
+
+        workers = Cluster(family, args.cluster)
+    with workers as cluster:
+        result = compare(
+            family,
+            schedules,
+            args.n,
+            steps=args.steps,
+            length=args.length,
+            seed=args.seed,
+            prompts=prompts,
+            judge=args.judge,
+            recipe=args.recipe,
+            rivals=not args.no_rivals,
+            bound=args.bound is not None,
+            text=None if args.bound is None else token_rows(family, args.bound, args.length or family.length, 64),
+            mauve=None if args.mauve is None else token_rows(family, args.mauve, args.length or family.length, args.n),
+            timing=args.timing,
+            light=args.light,
+            heavy=args.heavy,
+            batch_size=args.batch_size,
+            store=args.store,
+            fresh=args.fresh,
+            cluster=cluster,
+            progress=sys.stderr.isatty(),
+        )
     if args.json != "-":
         out(render(result))
     if args.plot is not None:
@@ -271,12 +289,80 @@ def run_compare(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def run_compose(args: argparse.Namespace) -> dict[str, Any]:
+    from relaylm import compose_view
+    from relaylm.compose import RULES, STEPS, compose
+
+    def words(text: str | None) -> list[str] | None:
+        return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
+
+    check_plot(args.plot)
+    if args.markdown is not None:
+        check_writable(args.markdown)
+    if args.recorded is not None:
+        try:
+            result = json.loads(read_file(args.recorded))
+        except json.JSONDecodeError as error:
+            raise UserError(f"{args.recorded} is not valid JSON: {error}") from None
+        if not isinstance(result, dict) or result.get("kind") != "compose":
+            raise UserError(f"{args.recorded} is not what `relaylm compose --json` writes")
+    else:
+        result = compose(
+            load_family(args),
+            words(args.rules) or RULES,
+            args.steps or STEPS,
+            words(args.schedules),
+            args.n,
+            length=args.length,
+            seed=args.seed,
+            judge=args.judge,
+            light=args.light,
+            heavy=args.heavy,
+            batch_size=args.batch_size,
+            store=args.store,
+            fresh=args.fresh,
+            progress=sys.stderr.isatty(),
+        )
+    if args.json != "-":
+        out(compose_view.render(result))
+    if args.plot is not None:
+        note(f"drawn: {', '.join(map(str, compose_view.plot(result, args.plot)))}")
+    if args.markdown is not None:
+        note(f"written: {compose_view.put_into(result, args.markdown)}")
+    return result
+
+
+def run_cost(args: argparse.Namespace) -> dict[str, Any]:
+    from relaylm.cost import parse_budget
+    from relaylm.schedule import Schedule
+    from relaylm.timing import cost_table, render
+
+    texts = [text.strip() for text in args.schedules.split(",") if text.strip()]
+    schedules = [Schedule.parse(read_schedule(text)) for text in texts]
+    budget = None if args.budget is None else parse_budget(args.budget)
+    family = load_family(args)
+    with progress("timing", "model") as on_models:
+        result = cost_table(
+            family,
+            schedules,
+            length=args.length,
+            steps=args.steps,
+            batch_size=args.batch_size,
+            light=args.light,
+            heavy=args.heavy,
+            budget=budget,
+            fresh=args.fresh,
+            on_models=on_models,
+        )
+    if args.json != "-":
+        out(render(result))
+    return result
+
+
 def run_importance(args: argparse.Namespace) -> dict[str, Any]:
     from relaylm.importance import importance, render
 
     check_plot(args.plot)
-    if args.text is None and args.states == "data":
-        raise UserError("name a held-out text with --text FILE, or use --states trajectory, which needs none")
     pairs: Any = args.pairs
     if args.pairs not in (None, "all"):
         pairs = [tuple(pair.split(":")) for pair in args.pairs.split(",")]
@@ -285,7 +371,7 @@ def run_importance(args: argparse.Namespace) -> dict[str, Any]:
     family = load_family(args)
     result = importance(
         family,
-        None if args.text is None else token_rows(family, args.text, family.length, args.sequences),
+        None if args.states == "trajectory" else token_rows(family, args.text, family.length, args.sequences),
         pairs=pairs,
         states=args.states,
         timesteps=args.timesteps,
@@ -302,14 +388,71 @@ def run_importance(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def token_rows(family: Any, path: str, length: int, rows: int | None) -> Any:
-    """Rows of a text's tokens, spread over it."""
+def run_search(args: argparse.Namespace) -> dict[str, Any]:
+    from relaylm.schedule_search import search
+    from relaylm.search_report import plot_search, render, to_csv
+
+    check_plot(args.plot)
+    if args.csv is not None:
+        check_writable(args.csv)
+    prompts = None
+    if args.prompts is not None:
+        prompts = [line for line in read_file(args.prompts).splitlines() if line]
+    family = load_family(args)
+    text = None
+    if args.text is not None or (args.method == "tune" and family.heldout is not None and family.tokenizer is not None):
+        text = token_rows(family, args.text, args.length or family.length, 256 if family.device.type == "cuda" else 64)
+    result = search(
+        family,
+        args.method,
+        budget=args.budget,
+        max_loss=args.max_loss,
+        light_segments=args.light_segments,
+        segments=args.segments,
+        models=args.models.split(",") if args.models else None,
+        densities=args.densities.split(",") if args.densities else None,
+        n=args.n,
+        confirm=args.confirm,
+        rows=args.rows,
+        steps=args.steps,
+        length=args.length,
+        seed=args.seed,
+        prompts=prompts,
+        judge=args.judge,
+        recipe=args.recipe,
+        text=text,
+        quick=args.quick,
+        time_limit=args.time_limit,
+        light=args.light,
+        heavy=args.heavy,
+        batch_size=args.batch_size,
+        store=args.store,
+        fresh=args.fresh,
+        cluster=args.cluster,
+        progress=sys.stderr.isatty(),
+    )
+    if args.json != "-":
+        out(render(result))
+    if args.csv is not None:
+        write_text(args.csv, to_csv(result))
+    if args.plot is not None:
+        note(f"drawn: {plot_search(result, args.plot)}")
+    if args.json not in (None, "-"):
+        note(f"to use it: relaylm sample --schedule @{args.json}")
+    return result
+
+
+def token_rows(family: Any, path: str | None, length: int, rows: int | None) -> Any:
+    """Rows of a text's tokens, spread over it; the text is the family's own held-out one if none is named."""
     from relaylm.bound import spread_rows
     from relaylm.text import read_text
 
     if family.tokenizer is None:
         raise UserError("this family has no tokenizer, so it cannot read a text")
-    return spread_rows(family.tokenizer.encode(read_text(path), strict=False), length, rows)
+    chosen = path or family.heldout
+    if chosen is None:
+        raise UserError("this family comes without a held-out text: name one with --text FILE")
+    return spread_rows(family.tokenizer.encode(read_text(chosen), strict=False), length, rows)
 
 
 def run_bound(args: argparse.Namespace) -> dict[str, Any]:
@@ -326,7 +469,9 @@ def run_bound(args: argparse.Namespace) -> dict[str, Any]:
         schedule = Schedule.parse(read_schedule(args.schedule)).bind(*family.roles())
         family.check_names(schedule.models)
         models = {name: family[name] for name in schedule.models}
-        table = measure_table(models, rows, family.mask_id, draws=args.draws, seed=args.seed, device=family.device)
+        options = {"draws": args.draws, "seed": args.seed, "device": family.device}
+        with progress("bound", "row") as on_rows:
+            table = measure_table(models, rows, family.mask_id, on_rows=on_rows, **options)
         steps = args.steps or (None if schedule.steps is not None else family.length)
         found: Any = schedule_bound(table, schedule, steps)
         result[str(schedule)] = found.to_json()
@@ -334,9 +479,9 @@ def run_bound(args: argparse.Namespace) -> dict[str, Any]:
             out(f"{schedule}: {found}")
         return {"bounds": result, "rows": len(rows)}
     for name in [args.model] if args.model else family.names:
-        found = bound(
-            family[name], rows, mask_id=family.mask_id, draws=args.draws, seed=args.seed, device=family.device
-        )
+        options = {"draws": args.draws, "seed": args.seed, "device": family.device}
+        with progress(f"bound of {name}", "row") as on_rows:
+            found = bound(family[name], rows, mask_id=family.mask_id, on_rows=on_rows, **options)
         result[name] = found.to_json()
         if args.json != "-":
             out(f"{name}: {found}")
@@ -392,6 +537,40 @@ def run_bench(args: argparse.Namespace) -> dict[str, Any]:
     )
     if args.json != "-":
         out(render(result))
+    return result
+
+
+def run_reproduce(args: argparse.Namespace) -> dict[str, Any]:
+    from relaylm.family import Family
+    from relaylm.reproduce import reproduce
+
+    def load(source: str | None) -> Any:
+        return None if source is None else Family.load(source, device=args.device)
+
+    only = [name for word in args.only or () for name in word.split(",")]
+    stages = [source for word in args.stages or () for source in word.split(",")]
+    family = load_family(args)
+    scale = args.scale if args.scale != "auto" else "gpu" if family.device.type == "cuda" else "cpu"
+    result = reproduce(
+        family,
+        scale,
+        args.out,
+        only=only or None,
+        store=args.store,
+        text=args.text,
+        second=load(args.second),
+        bpe=load(args.bpe),
+        stages=[load(source) for source in stages],
+        judge=args.judge,
+        seed=args.seed,
+        progress=sys.stderr.isatty(),
+        note=note,
+    )
+    if args.json != "-":
+        width = max(len(claim["claim"]) for claim in result["claims"])
+        for claim in result["claims"]:
+            out(f"{claim['claim']:<{width}}  {claim['verdict']}")
+        out(f"the report is {result['report']}")
     return result
 
 

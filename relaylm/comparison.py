@@ -14,7 +14,7 @@ import base64
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +23,17 @@ import torch
 
 from relaylm import metrics
 from relaylm.contenders import Entry, base_steps, contenders
+from relaylm.cost import mean_price, prices
 from relaylm.errors import UserError
-from relaylm.judge import Judge, load_judge, score, weights_digest
+from relaylm.judge import Judge, features, load_judge, score, weights_digest
 from relaylm.sampler import Samples, sample
 from relaylm.schedule import Schedule
+from relaylm.timing import energy_counter
 from relaylm.verdict import comparisons, relate, verdict
 from relaylm.verdict import render as render
 
 if TYPE_CHECKING:
+    from relaylm.cluster import Cluster
     from relaylm.family import Family
     from relaylm.store import Store
 
@@ -72,22 +75,27 @@ def compare(
     rivals: bool = True,
     bound: bool = False,
     text: np.ndarray | None = None,
+    mauve: np.ndarray | None = None,
+    timing: bool = False,
     light: str | None = None,
     heavy: str | None = None,
     batch_size: int | None = None,
     store: Store | str | Path | None = None,
     fresh: bool = False,
     any_device: bool = False,
+    cluster: Cluster | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Sample n rows under each schedule, judge them, and compare. Plain JSON values come back; `render` shows them.
 
     `prompts` are texts (row r gets prompt r mod their number) or an array of token ids with -1 where free; perplexity
     is then that of the continuation, with `*_everything` beside it. `judge` and `recipe` as in `relaylm.judge`. `bound`
-    adds each schedule's likelihood bound on `text` (rows of held-out token ids). With a `store` what is there already
+    adds each schedule's likelihood bound on `text` (rows of held-out token ids). `mauve` are such rows too, and adds
+    MAUVE against them on the judge's states. `timing` adds the milliseconds and joules of the calls by the device's
+    table (`relaylm.timing`), which is filled where it must be. With a `store` what is there already
     is not computed again (`fresh`: it is, and replaced); `any_device` also takes samples that were drawn on another
     device, in another batch size or under another version of PyTorch, which have the same law but not always the same
-    bits.
+    bits. With a `cluster` (`relaylm.cluster`) its workers draw the samples; they are judged and stored here.
     """
     if not schedules:
         raise UserError("there is nothing to compare: name at least one schedule")
@@ -101,13 +109,18 @@ def compare(
     batch = min(n, batch_size or family.batch_size(n, given_nL.shape[1]))
     work = _Work(family, referee, recipe, given_nL, prompt_texts, seed, batch, heavy, kept, fresh, any_device)
     bounds = _bounds(family, entries, text, seed) if bound else [None] * len(entries)
+    if mauve is not None:
+        metrics.mauve_package()  # before the work is done, not after
+        work.human_mD = _features(referee, family, mauve)
+    if cluster is not None:
+        work.draw(entries, cluster, _progress(progress, len(entries) * n))
     bar = _progress(progress, len(entries) * n)
     rows: list[dict[str, Any]] = []
     log_Sn: list[np.ndarray] = []
     for entry, likelihood in zip(entries, bounds, strict=True):
         bar.set_description(entry.label[:30])
         row, log_n = work.row(entry, bar.update)
-        rows.append({**row, "bound": likelihood})
+        rows.append({**row, "bound": likelihood, **(_measured(family, entry, given_nL, batch) if timing else {})})
         log_Sn.append(log_n)
     bar.close()
     relate(rows, np.stack(log_Sn), family, entries, light, heavy)
@@ -184,6 +197,8 @@ class _Work:
     store: Store | None
     fresh: bool
     any_device: bool
+    human_mD: np.ndarray | None = None  # features of held-out text, for MAUVE
+    drawn: dict[Any, Drawn] = field(default_factory=dict)  # beforehand, on a cluster; by entry and first row
 
     def __post_init__(self) -> None:
         if self.store is not None:
@@ -199,38 +214,62 @@ class _Work:
     def row(self, entry: Entry, done: Any = lambda k: None) -> tuple[dict[str, Any], np.ndarray]:
         """One row of the table, and the log-perplexity of each sample: in pieces, each taken from the store or drawn,
         judged and put there."""
-        n, size = len(self.given_nL), max(CHUNK, 4 * self.batch)
-        stored = self._stored(entry)
         parts: list[Drawn] = []
         scores: list[dict[str, np.ndarray]] = []
+        for start, stop, part in self._pieces(entry):
+            if part is None:
+                part = self.drawn.pop((entry.identity, start), None) or self._sample(entry, start, stop)
+            found = self._score(entry, start, part)
+            parts.append(_head(part, stop - start))
+            scores.append({name: array[: stop - start] for name, array in found.items()})
+            done(stop - start)
+        joined = {name: np.concatenate([found[name] for found in scores]) for name in scores[0]}
+        return self._figures(entry, Drawn.join(parts), joined)
+
+    def draw(self, entries: Sequence[Entry], workers: Cluster, bar: Any) -> None:
+        """Draw what the store lacks of all entries, piece by piece, on a cluster's workers."""
+        from relaylm.cluster import sample_rows
+
+        pieces = [(entry, a, b) for entry in entries for a, b, part in self._pieces(entry) if part is None]
+        tasks = [(entry.schedule, a, b - a, self._options(entry, a, b)) for entry, a, b in pieces]
+        for index, samples in workers.map(sample_rows, tasks):
+            entry, start, stop = pieces[index]
+            self.drawn[entry.identity, start] = self._keep(entry, start, stop, samples)
+            bar.update(stop - start)
+        bar.close()
+
+    def _pieces(self, entry: Entry) -> list[tuple[int, int, Drawn | None]]:
+        """All rows in pieces (from, up to), with the samples that are stored."""
+        n, size = len(self.given_nL), max(CHUNK, 4 * self.batch)
+        stored = self._stored(entry)
+        pieces: list[tuple[int, int, Drawn | None]] = []
         at = 0
         while at < n:
             part = stored.get(at)
             if part is None:
-                part = self._sample(entry, at, min([n, at + size, *(first for first in stored if first > at)]))
-            found = self._score(entry, at, part)
-            rows = min(n - at, len(part.tokens_nL))
-            parts.append(_head(part, rows))
-            scores.append({name: array[:rows] for name, array in found.items()})
-            at += rows
-            done(rows)
-        joined = {name: np.concatenate([found[name] for found in scores]) for name in scores[0]}
-        return self._figures(entry, Drawn.join(parts), joined)
+                end = min([n, at + size, *(first for first in stored if first > at)])
+            else:
+                end = min(n, at + len(part.tokens_nL))
+            pieces.append((at, end, part))
+            at = end
+        return pieces
+
+    def _options(self, entry: Entry, start: int, stop: int) -> dict[str, Any]:
+        return {
+            "steps": entry.steps,
+            "seed": self.seed,
+            "given": self.given_nL[start:stop],
+            "batch_size": min(self.batch, stop - start),
+            "heavy": self.heavy,
+        }
 
     def _sample(self, entry: Entry, start: int, stop: int) -> Drawn:
-        rows = stop - start
-        samples = sample(
-            self.family,
-            entry.schedule,
-            rows,
-            steps=entry.steps,
-            seed=self.seed,
-            given=self.given_nL[start:stop],
-            batch_size=min(self.batch, rows),
-            first_row=start,
-            heavy=self.heavy,
-        )
-        drawn = row_costs(samples, self.family)
+        options = self._options(entry, start, stop)
+        samples = sample(self.family, entry.schedule, stop - start, first_row=start, **options)
+        return self._keep(entry, start, stop, samples)
+
+    def _keep(self, entry: Entry, start: int, stop: int, samples: Samples) -> Drawn:
+        rows, drawn = stop - start, row_costs(samples, self.family)
         if self.store is not None:
             record = {
                 "law": self._law(entry),
@@ -336,6 +375,7 @@ class _Work:
             **figures,
             "cut_tokens": int(scores["cut"].sum()),
             **metrics.describe_texts(written, texts),
+            **self._mauve(tokens_nL),
             "calls": int(calls_K.sum()),
             "calls_by_model": {name: int(c) for name, c in zip(self.family.names, calls_K, strict=True) if c},
             "flops": None if drawn.flops_n is None else float(drawn.flops_n.sum()),
@@ -343,6 +383,11 @@ class _Work:
             "log_ppls": [metrics.finite(value) for value in log_n],
         }
         return row, log_n
+
+    def _mauve(self, tokens_nL: np.ndarray) -> dict[str, float]:
+        if self.human_mD is None:
+            return {}
+        return {"mauve": metrics.mauve(_features(self.judge, self.family, tokens_nL), self.human_mD)}
 
 
 def row_costs(samples: Samples, family: Family) -> Drawn:
@@ -383,6 +428,23 @@ def _bounds(
         {name: family.models[name] for name in family.names if name in names}, text, family.mask_id, seed=seed
     )
     return [schedule_bound(table, entry.schedule, entry.steps).to_json() for entry in entries]
+
+
+def _features(judge: Judge, family: Family, tokens_nL: np.ndarray) -> np.ndarray:
+    """Rows as vectors, whole: what was given counts as text, too."""
+    tokenizer = family.tokenizer
+    return features(judge, tokens_nL, [] if tokenizer is None else [tokenizer.decode(row) for row in tokens_nL])
+
+
+def _measured(family: Family, entry: Entry, given_nL: np.ndarray, batch: int) -> dict[str, float | None]:
+    """What the samples of an entry take by the device's table of timings, in expectation over plans."""
+    free_n, used = (given_nL < 0).sum(axis=1), entry.schedule.models
+    out: dict[str, float | None] = {"milliseconds": None, "joules": None}
+    for name, unit in (("milliseconds", "ms"), ("joules", "J")):
+        if unit == "ms" or not energy_counter(family.device)[1]:
+            known = prices(family, unit, given_nL.shape[1], entry.steps, models=used, batch_size=batch)
+            out[name] = len(free_n) * mean_price(known, entry.schedule, entry.steps, free_n)
+    return out
 
 
 def _open_store(store: Store | str | Path | None) -> Store | None:

@@ -5,8 +5,7 @@ each one stand, at its floating-point operations: one model of middle depth at e
 steps, and the same number of light steps spread evenly or at random. The light and the heavy model alone are always
 there too, since each row's share of the quality gap is counted between them (`verdict`).
 
-Operations are compared in expectation over plans, which is exact and does not depend on the seed: with F free positions
-a step that unmasks a share w of the masked axis makes a call with probability 1 - (1 - w)^F and asks for F w positions.
+Operations are compared in expectation over plans, which is exact and does not depend on the seed (`cost.mean_price`).
 
 Shapes: n rows, L positions, T steps.
 """
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relaylm.cost import flops_price, mean_price
 from relaylm.schedule import Schedule, Segment
 
 if TYPE_CHECKING:
@@ -131,19 +131,7 @@ def expected_flops(
     models: Mapping[str, Any], schedule: Schedule, steps: float, free_n: np.ndarray, length: int
 ) -> float:
     """Mean operations for a row, over all plans; `free_n` are the free positions of the rows there are."""
-    lines = {name: _line(models[name], length) for name in schedule.models}
-    free, rows = np.unique(np.asarray(free_n), return_counts=True)
-    if math.isinf(steps):
-        spans = -np.diff([1.0, *schedule.ends])
-        each = sum(span * sum(lines[seg.model]) for span, seg in zip(spans, schedule.segments, strict=True))
-        return float(each * (free * rows).sum() / rows.sum())
-    table = schedule.timetable(int(steps))
-    share_T = -np.diff(np.asarray(table.times))
-    base_T, slope_T = (np.array([lines[name][k] for name in table.models]) for k in (0, 1))
-    each_f = [
-        (base_T * -np.expm1(f * np.log1p(-np.minimum(share_T, 1 - 1e-15))) + slope_T * share_T * f).sum() for f in free
-    ]
-    return float((np.array(each_f) * rows).sum() / rows.sum())
+    return mean_price({name: flops_price(models[name], length) for name in schedule.models}, schedule, steps, free_n)
 
 
 def steps_within(
@@ -163,12 +151,6 @@ def steps_within(
         middle = (low + high) // 2
         low, high = (middle, high) if cost(middle) <= budget else (low, middle)
     return low
-
-
-def _line(model: Any, length: int) -> tuple[float, float]:
-    """Operations of a call as base + slope * positions."""
-    slope = float(model.flops(length, 2) - model.flops(length, 1))
-    return float(model.flops(length, 1)) - slope, slope
 
 
 def base_steps(entries: Sequence[Entry]) -> float:

@@ -121,6 +121,11 @@ class Engine:
         self._pool: Any = None
         self._under_way: deque[Any] = deque()
 
+    def load(self, rows_m: np.ndarray, tokens_mL: np.ndarray) -> None:
+        """Put other rows, masks included, in the first places. In place: what was captured goes on working."""
+        self.row_ids[: len(rows_m)] = torch.from_numpy(rows_m.astype(np.int64)).to(self.device)
+        self.state_nL[: len(rows_m)] = torch.from_numpy(tokens_mL.astype(np.int64)).to(self.device)
+
     def run(self, call: Call, everywhere: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """Make a call: draw a token for each kept place and write it. Returns those tokens, their log-probabilities
         (if `scored`) and, if asked, the logits at every position of the batch's rows (a full head, for policies that

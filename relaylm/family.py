@@ -22,6 +22,7 @@ from relaylm.denoiser import Architecture, Denoiser, Transformer
 from relaylm.errors import UserError
 from relaylm.family_folder import (
     BUNDLED,
+    HELDOUT,
     CARD,
     MANIFEST,
     bundled,
@@ -166,6 +167,12 @@ class Family:
     def folder(self) -> Path | None:
         """The folder it was loaded from."""
         return self.stored.folder if self.stored is not None else None
+
+    @property
+    def heldout(self) -> Path | None:
+        """A text that came with the family and that it was not trained on (heldout.txt in its folder)."""
+        path = None if self.folder is None else self.folder / HELDOUT
+        return path if path is not None and path.is_file() else None
 
     @property
     def digest(self) -> str | None:

@@ -36,7 +36,7 @@ from relaylm.members import DTYPES, NAME, check_lengths, check_name, check_toget
 from relaylm.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT, VERSION = "relaylm-family", 1
-MANIFEST, CARD = "family.json", "README.md"
+MANIFEST, CARD, HELDOUT = "family.json", "README.md", "heldout.txt"
 BUNDLED = Path(__file__).parent / "families"
 # What fixes the numbers that a family computes. The rest of family.json (name, roles, meta) may be edited by hand.
 DIGESTED = ("length", "vocab_size", "mask_id", "tokenizer", "models", "judge", "twins")

@@ -71,6 +71,7 @@ def measure(
     *,
     device: torch.device | str = "cpu",
     batch_size: int | None = None,
+    on_rows: Callable[[int, int], None] | None = None,
 ) -> Disagreement:
     """All models on the same masked rows: cross-entropy of each, KL(heavy || light) of each pair (light, heavy)."""
     where = torch.device(device)
@@ -102,6 +103,8 @@ def measure(
                 for p, (light, heavy) in enumerate(index_P):
                     kl_PB[p].index_add_(0, row_M, _kl(log_p[heavy], log_p[light]))
             nll_KN[:, part], kl_PN[:, part] = nll_KB.cpu().numpy(), kl_PB.cpu().numpy()
+            if on_rows is not None:
+                on_rows(part.stop, rows)
     return Disagreement(masked_NL.sum(axis=1), nll_KN, kl_PN)
 
 

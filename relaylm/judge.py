@@ -63,6 +63,8 @@ class Judge:
     """None: it reads the family's own token ids."""
     eos_id: int | None = None
     largest_id: int | None = None
+    features: Callable[[Tensor, Tensor], Tensor] | None = None
+    """(ids_BL, real_B) -> the last layer's state at each row's last token, (B, D); None: it does not show any."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,24 @@ def score(
     return Scores(nll_n, count_n, written_nll_n, written_count_n, cut_n)
 
 
+def features(judge: Judge, tokens_nL: np.ndarray, texts: Sequence[str] = ()) -> np.ndarray:
+    """Each row as a vector, (n, D): the judge's last state after reading it, as MAUVE takes them from GPT-2. A row
+    longer than the judge's context is represented by its beginning."""
+    if judge.features is None:
+        raise UserError(f"the judge {judge.name} gives probabilities alone, no states to compare texts by")
+    rows, _ = _tokenise(judge, tokens_nL, texts, None, None)
+    if not all(len(row) for row in rows):
+        raise UserError(f"a sample is empty, so the judge {judge.name} has no state for it")
+    rows = [row[: judge.context] for row in rows]
+    size = max(1, judge.tokens_per_call // max(len(row) for row in rows))
+    found = []
+    for start in range(0, len(rows), size):
+        ids_BL, real_B = _padded(rows[start : start + size], judge.device)
+        with settings(judge.device):
+            found.append(judge.features(ids_BL, real_B).float().cpu().numpy())
+    return np.concatenate(found)
+
+
 def windows(length: int, context: int, blocks: bool = False) -> list[tuple[int, int, int]]:
     """(start, stop, first) of each window over a text: it reads [start, stop) and scores [first, stop). With `blocks`
     windows do not overlap, and the first token of each is not scored."""
@@ -185,13 +205,18 @@ def _tokenise(
 
 
 def _nll_of(judge: Judge, pieces: Sequence[np.ndarray]) -> np.ndarray:
+    ids_BL, real_B = _padded(pieces, judge.device)
+    with settings(judge.device):
+        return judge.nll(ids_BL, real_B).cpu().numpy()
+
+
+def _padded(pieces: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
     longest = max(len(piece) for piece in pieces)
     ids_BL = np.zeros((len(pieces), longest), dtype=np.int64)
     for b, piece in enumerate(pieces):
         ids_BL[b, : len(piece)] = piece
     real_B = torch.tensor([len(piece) for piece in pieces])
-    with settings(judge.device):
-        return judge.nll(torch.from_numpy(ids_BL).to(judge.device), real_B.to(judge.device)).cpu().numpy()
+    return torch.from_numpy(ids_BL).to(device), real_B.to(device)
 
 
 # ------------------------------------------------------------------------------------------------ judges
@@ -236,10 +261,21 @@ def from_logits(
             )
         return _cross_entropy(model.logits(ids_BL, t_B)[:, :-1], ids_BL[:, 1:])
 
+    def last_state(ids_BL: Tensor, real_B: Tensor) -> Tensor:
+        assert isinstance(model, Transformer)
+        hidden_BD = model.hidden_at(ids_BL, torch.ones(len(ids_BL), device=where), None)[_last(real_B)]
+        return model.output_layer.norm_final(hidden_BD)
+
     if key is None:
         key = weights_digest(model) if isinstance(model, torch.nn.Module) else f"unnamed:{name}"
     largest = None if vocab_size is None else int(vocab_size) - 1
-    return Judge(name, key, nll, context, where, room, None, eos_id, largest)
+    shows = last_state if isinstance(model, Transformer) else None
+    return Judge(name, key, nll, context, where, room, None, eos_id, largest, shows)
+
+
+def _last(real_B: Tensor) -> tuple[Tensor, Tensor]:
+    """The index of each row's last token that is not padding."""
+    return torch.arange(len(real_B), device=real_B.device), real_B - 1
 
 
 def _nll_by_pieces(model: Transformer, hidden_BLD: Tensor, ids_BL: Tensor, cells: int) -> Tensor:
@@ -337,14 +373,21 @@ def _text_judge(name: str, model: Any, tokenizer: Any, device: torch.device, dig
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]
 
-    def nll(ids_BL: Tensor, real_B: Tensor) -> Tensor:
+    def run(ids_BL: Tensor, real_B: Tensor, **options: bool) -> Any:
         mask_BL = (torch.arange(ids_BL.shape[1], device=ids_BL.device) < real_B[:, None]).long()
-        logits_BLV = model(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False).logits
-        return _cross_entropy(logits_BLV[:, :-1], ids_BL[:, 1:])
+        return model(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False, **options)
+
+    def nll(ids_BL: Tensor, real_B: Tensor) -> Tensor:
+        return _cross_entropy(run(ids_BL, real_B).logits[:, :-1], ids_BL[:, 1:])
+
+    def last_state(ids_BL: Tensor, real_B: Tensor) -> Tensor:
+        states: Tensor = run(ids_BL, real_B, output_hidden_states=True).hidden_states[-1]
+        return states[_last(real_B)]
 
     backend = tokenizer.backend_tokenizer.to_str()
     key = f"{digest}:{hashlib.sha256(backend.encode()).hexdigest()}"
-    return Judge(name, key, nll, min(int(context), 2048), device, room, encode, tokenizer.eos_token_id)
+    eos_id, width = tokenizer.eos_token_id, min(int(context), 2048)
+    return Judge(name, key, nll, width, device, room, encode, eos_id, features=last_state)
 
 
 def _first_line(error: BaseException) -> str:

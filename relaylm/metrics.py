@@ -259,13 +259,19 @@ def describe_texts(rows: Sequence[np.ndarray], texts: Sequence[str]) -> dict[str
     return {**out, "repetition_4": repeated.value, "repetition_4_ci": repeated.ci}
 
 
-def mauve(texts: Sequence[str], reference: Sequence[str], **options: Any) -> float | None:
-    """MAUVE between samples and human text, if the package is installed; None if it is not."""
+def mauve(features_nD: np.ndarray, reference_mD: np.ndarray, **options: Any) -> float:
+    """MAUVE between samples and human text, each row as a vector (`judge.features`); options as for
+    `mauve.compute_mauve`. It depends on the number of rows on both sides: compare it at one n."""
+    given = {"p_features": reference_mD, "q_features": features_nD, "verbose": False, **options}
+    return float(mauve_package().compute_mauve(**given).mauve)
+
+
+def mauve_package() -> Any:
     try:
-        import mauve as package
-    except ImportError:
-        return None
-    return float(package.compute_mauve(p_text=list(reference), q_text=list(texts), verbose=False, **options).mauve)
+        import mauve
+    except ImportError as error:
+        raise UserError(f"MAUVE needs `pip install relaylm[mauve]` ({error})") from None
+    return mauve
 
 
 # ------------------------------------------------------------------------------------------------ comparisons

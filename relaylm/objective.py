@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relaylm import kernels
+from relaylm import fused, kernels
 from relaylm.corpus import TokenFile
 from relaylm.denoiser import Transformer
 from relaylm.diffusion import LINEAR, low_discrepancy_times
@@ -192,6 +192,16 @@ class Objective(nn.Module):
         )
         step = 64 if model.vocab_size >= GATHER_FROM else 8
         self.padding = -model.vocab_size % step if bf16 else 0  # tensor cores want round numbers of columns
+        self.fused = False  # the trunk, final norm included, by the kernels of `fused`
+
+    def compile_parts(self) -> None:
+        """The trunk by the kernels of `fused` where they apply, otherwise the block compiled, once for all depths; and
+        the loss compiled. What lies between is a handful of small kernels. (The whole network compiled as one takes a
+        minute longer and gains little.)"""
+        self.fused = self.bf16 and fused.applies(self.model)
+        for block in [] if self.fused else self.model.blocks:
+            block.compile(dynamic=False)
+        self._nll = torch.compile(self._nll, dynamic=False)  # type: ignore[method-assign]
 
     def forward(
         self, tokens: Tensor, sample: Tensor, threshold: Tensor, weight: Tensor, t: Tensor, real: Tensor | None = None
@@ -204,12 +214,12 @@ class Objective(nn.Module):
             scored_BL = torch.arange(length, device=tokens.device) < real[:, None]
         with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             if self.model.architecture.causal:
-                x_BLD = self.model.hidden_at(tokens_BL, t, None)
+                x_BLD = self._hidden(tokens_BL, t)
                 target_BL = tokens_BL.roll(-1, dims=1)  # what position l is to predict is the token at l + 1
                 scored_BL = scored_BL.roll(-1, dims=1) & (torch.arange(length, device=tokens.device) < length - 1)
             else:
                 masked_BL = mask_words(self.seed, sample, length) < threshold[:, None]
-                x_BLD = self.model.hidden_at(torch.where(masked_BL, self.model.mask_id, tokens_BL), t, None)
+                x_BLD = self._hidden(torch.where(masked_BL, self.model.mask_id, tokens_BL), t)
                 target_BL = tokens_BL
                 scored_BL = scored_BL & masked_BL
             weight_BL = torch.where(scored_BL, weight[:, None], 0.0)
@@ -224,6 +234,10 @@ class Objective(nn.Module):
                 t_M = None if t_M is None else t_M[index_M]
             nll_M = self._nll(x_MD, target_M, t_M)
         return (nll_M * weight_M).sum(), torch.stack([count, lost])
+
+    def _hidden(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
+        """The residual stream, or, fused, its final norm."""
+        return fused.trunk(self.model, tokens_BL) if self.fused else self.model.hidden_at(tokens_BL, t_B, None)
 
     def logits(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
         """The network's logits: what evaluation calls when weights are sharded, since they are gathered on entry
@@ -243,7 +257,7 @@ class Objective(nn.Module):
             bias = bias.masked_fill(is_mask_V, -torch.inf)
         if self.padding:
             weight, bias = F.pad(weight, (0, 0, 0, self.padding)), F.pad(bias, (0, self.padding), value=-torch.inf)
-        logits_MV = F.linear(out.norm_final(x_MD), weight, bias)
+        logits_MV = F.linear(x_MD if self.fused else out.norm_final(x_MD), weight, bias)
         return F.cross_entropy(logits_MV.float(), target_M, reduction="none")
 
 

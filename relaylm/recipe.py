@@ -31,6 +31,8 @@ class Recipe:
     """Rows in an update, over all processes."""
     micro_batch: int = 0
     """Rows a process sends through the network at once; 0: its whole share. Does not change the result."""
+    optimizer: str = "adamw"
+    """adamw, or muon for the blocks' matrices with adamw for the rest."""
     lr: float = 3e-4
     beta1: float = 0.9
     beta2: float = 0.999
@@ -93,6 +95,7 @@ class Recipe:
         if not 0 <= self.final_lr <= 1:
             raise UserError(f"final_lr is a share of lr, 0 to 1, not {self.final_lr}")
         for name, choices in (
+            ("optimizer", ("adamw", "muon")),
             ("decay", ("constant", "cosine", "linear")),
             ("precision", ("auto", "bf16", "fp32")),
             ("compile", ("auto", "on", "off")),

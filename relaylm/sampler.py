@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from relaylm import cost as costs
+from relaylm.decoding import Rule, parse_rule
 from relaylm.diffusion import LINEAR, Alpha
 from relaylm.engine import Call, Engine, Law, Shape, settings
 from relaylm.errors import UserError
@@ -259,11 +260,7 @@ def denoise(
     names = tuple(models)
     if heavy is not None and heavy not in names:
         raise UserError(f"there is no model {heavy!r} to count savings against; the models are {', '.join(names)}")
-    if (plan.given_nL == mask_id).any():
-        raise UserError(f"the mask ({mask_id}) cannot be given as a token: write -1 where a position is free")
-    for name, model in models.items():
-        if (size := getattr(model, "vocab_size", None)) is not None and plan.given_nL.max() >= size:
-            raise UserError(f"token {plan.given_nL.max()} is given, but {name} knows ids 0 to {size - 1} only")
+    check_plan(models, plan, mask_id)
     if batch_size is not None and batch_size < 1:
         raise UserError(f"the batch size must be at least 1, not {batch_size}")
     law = law or Law()
@@ -333,6 +330,15 @@ def denoise(
         plan.seed,
         changes_law=law.changes,
     )
+
+
+def check_plan(models: Mapping[str, Any], plan: Plan, mask_id: int) -> None:
+    """Refuse given tokens that are none of the models'."""
+    if (plan.given_nL == mask_id).any():
+        raise UserError(f"the mask ({mask_id}) cannot be given as a token: write -1 where a position is free")
+    for name, model in models.items():
+        if (size := getattr(model, "vocab_size", None)) is not None and plan.given_nL.max() >= size:
+            raise UserError(f"token {plan.given_nL.max()} is given, but {name} knows ids 0 to {size - 1} only")
 
 
 def _resolve(policy: Policy | Schedule, steps: float | None) -> tuple[Policy, tuple[float, ...] | None]:
@@ -421,7 +427,7 @@ def _told(call: Call, token_N: Tensor, events: Events, names: tuple[str, ...]) -
 # ------------------------------------------------------------------------------------------------ for people
 
 
-def _checked_given(given: Any, n: int, length: int) -> np.ndarray:
+def checked_given(given: Any, n: int, length: int) -> np.ndarray:
     """Token ids, -1 where free: one row for all, or n rows."""
     array = np.asarray(given)
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or (array.ndim == 2 and len(array) != n):
@@ -471,6 +477,9 @@ def sample(
     temperature: float = 1.0,
     top_p: float | None = None,
     top_k: int | None = None,
+    rule: str | Rule | None = None,
+    block_length: int | None = None,
+    stride: int | None = None,
     light: str | None = None,
     heavy: str | None = None,
     batch_size: int | None = None,
@@ -486,6 +495,8 @@ def sample(
     count, else the length), or infinity. What is given never changes: a `prompt` at the front, a `suffix` at the end,
     an `infill` text with the tokenizer's blanks (one `_` per free position), or an array `given` of token ids with -1
     at free positions. `temperature`, `top_p` and `top_k` change the law of the samples and are off by default.
+    `rule` is a decoding rule (`decoding`), with which `temperature` may be 0 (the likeliest tokens), and with some of
+    them a `block_length` goes. `stride` allows a `length` beyond the family's, written in windows (`continuation`).
     `stop` cuts each text at its first occurrence, after sampling. `callback` hears of every event; it may also be a
     streamer in the manner of transformers (`put`, `put_draft`, `end`), which follows the first row.
     """
@@ -501,13 +512,25 @@ def sample(
             f"there is no model {unknown[0]!r} in this family: it has {', '.join(family.names)}; schedules by name are "
             "heavy, light, quarter:1, sandwich:25%, small-first:25%, interleaved:25%, random:7:25%"
         )
+    if isinstance(rule, str):
+        rule = parse_rule(rule, block_length)
+    elif block_length is not None:
+        raise UserError("a block length goes with the name of a decoding rule")
+    whole = length
+    if stride is not None:
+        if any(option is not None for option in (suffix, infill, given, max_new_tokens, callback)) or length is None:
+            raise UserError(
+                "a stride takes a length and perhaps a prompt: no suffix, infill, given, new tokens, callback"
+            )
+        length = None  # the first window is as long as the family's
     if given is None:
         given = lay_out(family, prompt, suffix, infill, length, max_new_tokens)
     else:
-        given = _checked_given(given, n, family.length)
+        given = checked_given(given, n, family.length)
         if not all(option is None for option in (prompt, suffix, infill, length, max_new_tokens)):
             raise UserError("given says all about a row: it cannot go with prompt, suffix, infill or a length")
-    if steps is None and not (isinstance(policy, Schedule) and policy.steps is not None):
+    counted = isinstance(policy, Schedule) and policy.steps is not None
+    if steps is None and not counted and not (rule is not None and rule.adaptive):
         steps = policy.steps if isinstance(policy, Timetable) else given.shape[-1]
     plan = make_plan(n, given.shape[-1], seed, given, first_row)
     streamer: Any = callback if hasattr(callback, "put") else None
@@ -515,20 +538,38 @@ def sample(
         callback = _Draft(streamer, plan.given_nL[0], family.mask_id)
     names = tuple(dict.fromkeys(policy.models)) if isinstance(policy, (Schedule, Timetable)) else family.names
     models = {name: model for name, model in family.models.items() if name in names or name == heavy}
-    samples = denoise(
-        models,
-        policy,
-        plan,
-        mask_id=family.mask_id,
-        steps=steps,
-        alpha=alpha,
-        law=Law(temperature, top_k, top_p),
-        batch_size=batch_size or _batch_size(family, n, given.shape[-1], len(names)),
-        heavy=heavy,
-        device=family.device,
-        callback=callback,
-        on_calls=on_calls,
-    )
+
+    def run(plan: Plan) -> Samples:
+        options: dict[str, Any] = {
+            "mask_id": family.mask_id,
+            "steps": steps,
+            "alpha": alpha,
+            "law": Law(1.0 if rule is not None and temperature == 0 else temperature, top_k, top_p),
+            "batch_size": batch_size or _batch_size(family, n, plan.length, len(names)),
+            "heavy": heavy,
+            "device": family.device,
+            "callback": callback,
+            "on_calls": on_calls,
+        }
+        if rule is None:
+            return denoise(models, policy, plan, **options)
+        from relaylm.decode import decode
+
+        return decode(models, policy, plan, rule, greedy=temperature == 0, **options)
+
+    if stride is None:
+        samples = run(plan)
+    else:
+        from relaylm.continuation import continued, window_seed
+
+        assert whole is not None
+        samples = continued(
+            lambda given_nL, w: run(make_plan(n, family.length, window_seed(seed, w), given_nL, first_row)),
+            plan.given_nL,
+            family.length,
+            whole,
+            stride,
+        )
     if streamer is not None:  # the whole first row, once it is written
         streamer.put(torch.from_numpy(samples.tokens[:1]))
         streamer.end()

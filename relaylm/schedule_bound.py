@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,9 +99,10 @@ def measure_table(
     seed: int = 0,
     device: torch.device | str | None = None,
     batch_size: int | None = None,
+    on_rows: Callable[[int, int], None] | None = None,
 ) -> BoundTable:
     """Measure every model on the same random sets of positions of the same rows. `draws=None` takes all 2^L - 1
-    sets."""
+    sets. `on_rows(done, total)` hears of progress, in rows times draws."""
     for name, model in models.items():
         if getattr(model, "time_conditioning", False):
             raise UserError(f"{name} looks at the time t, so one table by mask count does not describe it")
@@ -130,7 +131,8 @@ def measure_table(
     where = torch.device(device or getattr(next(iter(models.values())), "device", None) or "cpu")
     masked = masked_NDL.reshape(-1, length)
     tokens = np.repeat(tokens_NL, m_ND.shape[1], axis=0)
-    found = measure(models, [], tokens, masked, m_ND.ravel() / length, mask_id, device=where, batch_size=batch_size)
+    t_N = m_ND.ravel() / length
+    found = measure(models, [], tokens, masked, t_N, mask_id, device=where, batch_size=batch_size, on_rows=on_rows)
     c_KND = (found.nll_KN / found.count_N).reshape(len(models), *m_ND.shape)
     return BoundTable(tuple(models), length, m_ND, weight_ND, c_KND)
 

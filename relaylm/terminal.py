@@ -123,18 +123,22 @@ class Watch:
         self.colours = has_colours(stream)
         self.total, self.written, self.height = int((given_L < 0).sum()), 0, 0
         self.began, self.drawn = time.monotonic(), 0.0
+        self.seconds = 0.0  # spent here, waiting and drawing: no part of what sampling took
 
     def __call__(self, event: Event) -> None:
         if event.row != self.row:
             return
+        came = time.perf_counter()
         self.tokens[event.positions] = event.tokens
-        self.writer[event.positions] = self.family.names.index(event.model)
-        self.written += len(event.positions)
+        again = np.asarray(event.tokens) == self.family.mask_id  # masked again, by a rule that does so
+        self.writer[event.positions] = np.where(again, -2, self.family.names.index(event.model))
+        self.written = self.total - int((self.writer == -2).sum())
         ahead = self.began + 4.0 * self.written / max(1, self.total) - time.monotonic()
         if ahead > 0:
             time.sleep(ahead)
         if time.monotonic() - self.drawn > (0.04 if self.colours else 1.0) or self.written == self.total:
             self._draw(event)
+        self.seconds += time.perf_counter() - came
 
     def _draw(self, event: Event) -> None:
         width = min(100, shutil.get_terminal_size((100, 24)).columns)

@@ -219,6 +219,30 @@ def load_tokenizer(spec: str | Path | Mapping[str, Any], folder: str | Path | No
     return JsonTokenizer(_read(path), where=str(path))
 
 
+def portable_json(tokenizer: Tokenizer) -> bytes | None:
+    """The tokenizer as a `tokenizers` JSON, for readers that know no other: the same ids for the same text. None for
+    one of a kind unknown here."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    if isinstance(tokenizer, JsonTokenizer):
+        return tokenizer.files()[tokenizer.file_name]
+    if isinstance(tokenizer, Text8Tokenizer):
+        backend = tokenizers.Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(tokenizer._symbols)}, merges=[]))
+        backend.decoder = decoders.Fuse()
+    elif isinstance(tokenizer, ByteTokenizer):
+        # The byte-level alphabet: visible Latin-1 characters stand for themselves, the others come after it in order.
+        own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        letters = {byte: chr(byte) for byte in own}
+        letters |= {byte: chr(256 + k) for k, byte in enumerate(b for b in range(256) if b not in letters)}
+        backend = tokenizers.Tokenizer(models.BPE(vocab={s: byte for byte, s in letters.items()}, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+    else:
+        return None
+    return str(backend.to_str()).encode()
+
+
 def vocabulary(tokenizer: Tokenizer) -> tuple[int, int]:
     """The vocabulary size and mask id of a family made for this tokenizer."""
     return (tokenizer.size + 1, tokenizer.size) if tokenizer.mask_id is None else (tokenizer.size, tokenizer.mask_id)

@@ -1,8 +1,8 @@
 r"""A network in training: its optimizer, its moving average, and the processes and batches around a step.
 
-Weights are updated by AdamW with a linear warm-up and gradient clipping; what is evaluated and shipped is their
-exponential moving average. The loss and the batches are in `objective`, every setting in `recipe`; a whole run, with
-its checkpoints and evaluations, is in `loop`.
+Weights are updated by AdamW (or `muon`) with a linear warm-up and gradient clipping; what is evaluated and shipped is
+their exponential moving average. The loss and the batches are in `objective`, every setting in `recipe`; a whole run,
+with its checkpoints and evaluations, is in `loop`.
 
 **Randomness.** Everything a step draws is keyed (see `objective`), so the loss does not depend on the number of
 processes, and a resumed run repeats an uninterrupted one. The one exception is dropout, which PyTorch draws: it is
@@ -36,6 +36,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from relaylm.denoiser import Architecture, Transformer
+from relaylm.errors import UserError
+from relaylm.muon import Muon
 from relaylm.objective import Objective, mix
 from relaylm.recipe import Recipe, ema_decay, lr_at
 
@@ -192,17 +194,16 @@ class Trainer:
         # The same storage, as plain lists for the fused operations of every step.
         self._now = [_local(value.detach()) for value in self.params.values()]
         self._average = [_local(value) for value in self.ema.values()]
-        self.optimizer = torch.optim.AdamW(
-            self.params.values(),
-            lr=recipe.lr,
-            betas=(recipe.beta1, recipe.beta2),
-            eps=recipe.eps,
-            weight_decay=recipe.weight_decay,
-            fused=on_cuda or None,
-        )
+        # What changes from step to step is on the device, so that a captured step can read it there.
+        self.lr = torch.tensor(recipe.lr, device=device)
+        self.ema_rate = torch.tensor(0.0, device=device)
+        self.optimizers = self._optimizers(on_cuda)
         self.run: Callable[..., tuple[Tensor, Tensor]] = self.objective
         if compiled and not self.sharded:
-            self.run = torch.compile(self.objective, dynamic=False)
+            self.objective.compile_parts()
+        # One CUDA graph for a whole step, where nothing in it is drawn by PyTorch or exchanged with other processes.
+        self.capture = on_cuda and where.size == 1 and not recipe.dropout and recipe.compile != "off"
+        self._graph: _StepGraph | None = None
         if where.size > 1 and not self.sharded:
             self.run = nn.parallel.DistributedDataParallel(
                 self.run,
@@ -210,9 +211,45 @@ class Trainer:
                 gradient_as_bucket_view=True,
             )
 
+    def _optimizers(self, fused: bool) -> list[torch.optim.Optimizer]:
+        """AdamW for everything, or for all but the blocks' matrices, which Muon then has."""
+        recipe, params = self.recipe, list(self.params.items())
+        inner = [
+            name for name, value in params if value.dim() == 2 and name.startswith("blocks.") and "adaLN" not in name
+        ]
+        muon = [value for name, value in params if name in inner] if recipe.optimizer == "muon" else []
+        if muon and self.sharded:
+            raise UserError("muon needs whole matrices: it does not go with shard")
+        mine = {id(value) for value in muon}
+        adam = torch.optim.AdamW(
+            [value for _, value in params if id(value) not in mine],
+            lr=self.lr if fused else recipe.lr,
+            betas=(recipe.beta1, recipe.beta2),
+            eps=recipe.eps,
+            weight_decay=recipe.weight_decay,
+            fused=fused or None,
+            capturable=fused,
+        )
+        return [adam, Muon(muon, self.lr if fused else recipe.lr)] if muon else [adam]
+
     def step(self, parts: list[dict[str, Tensor]]) -> Tensor:
         """One update. Returns, on the device, (loss of this process's share, norm of the gradient, positions scored,
         positions without a place): nothing here waits for the device."""
+        lr = lr_at(self.recipe, self.step_count)
+        self.lr.fill_(lr)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if not isinstance(group["lr"], Tensor):
+                    group["lr"] = lr
+        self.step_count += 1
+        self.ema_rate.fill_(1 - ema_decay(self.recipe, self.step_count))
+        if not self.capture:
+            return self._update(parts)
+        if self._graph is None:
+            self._graph = _StepGraph(self, parts)
+        return self._graph(parts)
+
+    def _update(self, parts: list[dict[str, Tensor]]) -> Tensor:
         recipe, device = self.recipe, self.world.device
         loss, counts = torch.zeros((), device=device), torch.zeros(2, dtype=torch.int64, device=device)
         for turn, part in enumerate(parts):
@@ -224,16 +261,19 @@ class Trainer:
                 part_loss.backward()
             loss, counts = loss + part_loss.detach(), counts + part_counts
         norm = torch.nn.utils.clip_grad_norm_(self.params.values(), recipe.clip or math.inf)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr_at(recipe, self.step_count)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step_count += 1
-        torch._foreach_lerp_(self._average, self._now, 1 - ema_decay(recipe, self.step_count))
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            apart = torch._foreach_sub(self._now, self._average)
+            torch._foreach_mul_(apart, self.ema_rate)
+            torch._foreach_add_(self._average, apart)
+        else:
+            torch._foreach_lerp_(self._average, self._now, 1 - ema_decay(recipe, self.step_count))
         return torch.stack([loss / self.world.size, _full(norm), counts[0].float(), counts[1].float()])
 
     def _dropout_seed(self, turn: int) -> int:
-        words = np.array([self.seed, self.step_count, self.world.rank, turn], dtype=np.uint64)
+        words = np.array([self.seed, self.step_count - 1, self.world.rank, turn], dtype=np.uint64)
         with np.errstate(over="ignore"):
             key = mix(mix(mix(mix(words[:1]) + words[1:2]) + words[2:3]) + words[3:4])
         return int(key[0] >> np.uint64(1))
@@ -253,7 +293,8 @@ class Trainer:
         torch._foreach_copy_(self._now, self._average)
         self.model.eval()
         try:
-            yield self.model
+            with torch.compiler.set_stance("force_eager"):  # not worth compiling for a few calls of other shapes
+                yield self.model
         finally:
             if self.sharded:  # drop what was gathered from the average, or the next step would still compute with it
                 for part in (*self.model.blocks, self.objective):
@@ -265,12 +306,16 @@ class Trainer:
         """All of it, whole and on the host, by name. With sharding every process must call this."""
         made = {}
         for name, value in self.params.items():
-            moments = self.optimizer.state.get(value, {})
+            optimizer = self._owner(value)
+            moments = optimizer.state.get(value, {})
             made[f"weights/{name}"] = _host(value)
             made[f"average/{name}"] = _host(self.ema[name])
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in _moments(optimizer):
                 made[f"{key}/{name}"] = _host(moments[key]) if moments else torch.zeros(value.shape)
         return made
+
+    def _owner(self, value: Tensor) -> torch.optim.Optimizer:
+        return next(o for o in self.optimizers if any(p is value for group in o.param_groups for p in group["params"]))
 
     def restore(self, tensors: dict[str, Tensor], step: int) -> None:
         for name, value in self.params.items():
@@ -278,13 +323,52 @@ class Trainer:
             _assign(self.ema[name], tensors[f"average/{name}"])
             if not step:
                 continue
-            state = self.optimizer.state[value]
-            on_device = self.optimizer.param_groups[0]["fused"]
-            state["step"] = torch.tensor(float(step), device=self.world.device if on_device else "cpu")
-            for key in ("exp_avg", "exp_avg_sq"):
+            optimizer = self._owner(value)
+            state = optimizer.state[value]
+            if not isinstance(optimizer, Muon):
+                on_device = optimizer.param_groups[0]["fused"]
+                state["step"] = torch.tensor(float(step), device=self.world.device if on_device else "cpu")
+            for key in _moments(optimizer):
                 state[key] = torch.zeros_like(value, memory_format=torch.preserve_format)
                 _assign(state[key], tensors[f"{key}/{name}"])
         self.step_count = step
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """What an optimizer remembers of each parameter."""
+    return ("exp_avg",) if isinstance(optimizer, Muon) else ("exp_avg", "exp_avg_sq")
+
+
+class _StepGraph:
+    """A whole step as one CUDA graph: the host copies the batch and replays it. Hundreds of small kernels then follow
+    each other without waiting for the host to launch them."""
+
+    WARM = 3  # steps that run as they are, so that everything is compiled and allocated before the capture
+
+    def __init__(self, trainer: Trainer, parts: list[dict[str, Tensor]]) -> None:
+        self.trainer, self.eager = trainer, self.WARM
+        device = trainer.world.device
+        self.parts = [{key: value.to(device) for key, value in part.items()} for part in parts]
+        self.stream = torch.cuda.Stream()
+        self.graph = torch.cuda.CUDAGraph()
+        self.out: Tensor | None = None
+
+    def __call__(self, parts: list[dict[str, Tensor]]) -> Tensor:
+        for mine, part in zip(self.parts, parts, strict=True):
+            for key, value in part.items():
+                mine[key].copy_(value, non_blocking=True)
+        if self.eager:
+            self.eager -= 1
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                made = self.trainer._update(self.parts)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return made
+        if self.out is None:
+            with torch.cuda.graph(self.graph):
+                self.out = self.trainer._update(self.parts)
+        self.graph.replay()
+        return self.out.clone()
 
 
 def _fresh(architecture: Architecture, recipe: Recipe, seed: int) -> Transformer:

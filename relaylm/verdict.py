@@ -11,7 +11,9 @@ Shapes: n rows, S schedules, R bootstrap resamples.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import shutil
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,6 +51,8 @@ def relate(
             row["gap_paid_ci"] = [metrics.finite(float(v)) for v in ends]
         flops, most = row["flops"], rows[h]["flops"]
         row["flops_saved"] = None if flops is None or not most else 1 - flops / most
+        if "milliseconds" in row:
+            row["ms_saved"] = 1 - row["milliseconds"] / rows[h]["milliseconds"]
         row["blocks_saved"] = None
         if None not in depths.values() and not math.isinf(entry.steps) and not math.isinf(entries[h].steps):
             blocks = sum(depths[name] or 0 for name in entry.schedule.timetable(int(entry.steps)).models)
@@ -123,59 +127,98 @@ def verdict(result: Mapping[str, Any]) -> str:
 # ------------------------------------------------------------------------------------------------ showing
 
 
-def render(result: Mapping[str, Any]) -> str:
-    """The comparison as text: the verdict on the rivals first, then the table."""
-    rows, paired = result["rows"], {item["schedule"]: item for item in result["paired"]}
-    words = "word_entropy" in rows[0]
-    bounded = any(row["bound"] is not None for row in rows)
-    head = ["schedule", "gen ppl", "corpus", "entropy", *(["words"] if words else []), "distinct-4", "log-ppl diff"]
-    head += ["gap paid", "blocks saved", "FLOPs saved", "calls/row", "s", "rank", *(["bound"] if bounded else [])]
-    lines = []
-    for row in rows:
-        mark = {"asked": " ", "anchor": "·", "rival": "≈"}[row["kind"]]
+# What a narrow terminal goes without, the first to go first. Perplexity never stands without entropy beside it.
+DISPENSABLE = (
+    *("s", "calls/row", "corpus", "distinct-4", "J/row", "blocks saved", "rank", "ms/row", "ms saved", "words"),
+    *("gap paid", "bound", "MAUVE"),
+)
+SHORT_NAME = 20  # a schedule's name is cut down to this before a column is left out
+
+
+def render(result: Mapping[str, Any], width: int | None = None) -> str:
+    """The comparison as text: the verdict on the rivals first, then the table in `width` columns (the terminal's)."""
+    width = width or shutil.get_terminal_size((120, 24)).columns
+    rows, n = result["rows"], result["n"]
+    paired = {item["schedule"]: item for item in result["paired"]}
+    table: dict[str, list[str]] = {}
+
+    def column(head: str, cell: Callable[[Mapping[str, Any]], str]) -> None:
+        cells = [cell(row) for row in rows]
+        if any(cells):  # one that is empty all the way down only takes room
+            table[head] = cells
+
+    def difference(row: Mapping[str, Any]) -> str:
         item = paired.get(row["schedule"])
-        difference = (
-            "reference" if item is None else _plus_minus(item["difference"], item["ci"], "+.4f", item["differs"])
-        )
-        cells = [
-            f"{mark} {row['schedule']}",
-            _plus_minus(row["gen_ppl"], row["gen_ppl_ci"], ".3f"),
-            f"{row['corpus_ppl']:.3f}",
-            _plus_minus(row["entropy"], row["entropy_ci"], ".3f"),
-            *([f"{row['word_entropy']:.3f}"] if words else []),
-            "" if row["distinct_4"] is None else f"{row['distinct_4']:.3f}",
-            difference,
-            _percent(row["gap_paid"]),
-            _percent(row["blocks_saved"]),
-            _percent(row["flops_saved"]),
-            f"{row['calls'] / result['n']:.1f}",
-            f"{row['seconds']:.1f}",
-            f"{row['rank']} ({row['rank_ci'][0]}-{row['rank_ci'][1]})",
-        ]
-        if bounded:
-            cells.append("" if row["bound"] is None else f"{row['bound']['bits']:.4f}")
-        lines.append(cells)
-    widths = [max(len(line[k]) for line in [head, *lines]) for k in range(len(head))]
-    table = [
-        "  ".join(
-            cell.ljust(width) if k == 0 else cell.rjust(width) for k, (cell, width) in enumerate(zip(line, widths))
-        )
-        for line in [head, *lines]
-    ]
+        return "reference" if item is None else _plus_minus(item["difference"], item["ci"], "+.4f", item["differs"])
+
+    marks = {"asked": " ", "anchor": "·", "rival": "≈"}
+    column("schedule", lambda row: f"{marks[row['kind']]} {row['schedule']}")
+    column("gen ppl", lambda row: _plus_minus(row["gen_ppl"], row["gen_ppl_ci"], ".2f"))
+    column("corpus", lambda row: f"{row['corpus_ppl']:.2f}")
+    column("entropy", lambda row: _plus_minus(row["entropy"], row["entropy_ci"], ".3f"))
+    if "word_entropy" in rows[0]:
+        column("words", lambda row: f"{row['word_entropy']:.3f}")
+    column("distinct-4", lambda row: "" if row["distinct_4"] is None else f"{row['distinct_4']:.3f}")
+    if "mauve" in rows[0]:
+        column("MAUVE", lambda row: f"{row['mauve']:.3f}")
+    column("log-ppl diff", difference)
+    column("gap paid", lambda row: _percent(row["gap_paid"]))
+    column("blocks saved", lambda row: _percent(row["blocks_saved"]))
+    column("FLOPs saved", lambda row: _percent(row["flops_saved"]))
+    if "milliseconds" in rows[0]:
+        column("ms/row", lambda row: f"{row['milliseconds'] / n:.3g}")
+        column("ms saved", lambda row: _percent(row["ms_saved"]))
+    if rows[0].get("joules") is not None:
+        column("J/row", lambda row: f"{row['joules'] / n:.3g}")
+    column("calls/row", lambda row: f"{row['calls'] / n:.1f}")
+    column("s", lambda row: f"{row['seconds']:.1f}")
+    column("rank", lambda row: f"{row['rank']} ({row['rank_ci'][0]}-{row['rank_ci'][1]})")
+    if any(row["bound"] is not None for row in rows):
+        column("bound", lambda row: "" if row["bound"] is None else f"{row['bound']['bits']:.4f}")
+    lines, left_out = _fitted(table, width)
     about = (
-        f"{result['n']} samples a row, length {result['length']}, T = {result['steps']}, judge {result['judge']}"
+        f"{n} samples a row, length {result['length']}, T = {result['steps']}, judge {result['judge']}"
         f"{' (MDLM recipe)' if result['recipe'] == 'mdlm' else ''}; 95% intervals; differences are paired, to "
         f"{rows[0]['schedule']}, * where it is not chance; ≈ an equal-compute rival, · for the gap"
     )
-    notes = [f"note: {note}" for note in result.get("store_notes", [])]
+    notes = [f"left out for want of room: {', '.join(left_out)} (--json has all)"] if left_out else []
+    notes += [f"note: {note}" for note in result.get("store_notes", [])]
     unscored = sum(row["unscored"] for row in rows)
     notes += [f"note: {unscored} samples have a single token and so no perplexity"] if unscored else []
-    return "\n".join([result["verdict"], "", *table, "", about, *notes])
+    wrapped = [line for text in (about, *notes) for line in textwrap.wrap(text, width)]
+    return "\n".join([result["verdict"], "", *lines, "", *wrapped])
+
+
+def _fitted(table: Mapping[str, Sequence[str]], width: int) -> tuple[list[str], list[str]]:
+    """A table's lines in so many columns, heads in two lines where one is wider than its column, and the heads of what
+    was left out. Names are cut short before a column goes."""
+    heads = {
+        head: [head, ""] if max(map(len, cells)) >= len(head) else [*head.rsplit(" ", 1), ""][:2]
+        for head, cells in table.items()
+    }
+    sizes = {head: max(map(len, [*heads[head], *cells])) for head, cells in table.items()}
+    kept = list(table)
+    names = kept[0]
+
+    def room() -> int:
+        """What is left for the names."""
+        return width - sum(sizes[head] + 2 for head in kept[1:])
+
+    for head in DISPENSABLE:
+        if room() < min(sizes[names], SHORT_NAME) and head in kept:
+            kept.remove(head)
+    sizes[names] = max(12, min(sizes[names], room()))
+    lines = []
+    for line in zip(*([*heads[head], *table[head]] for head in kept), strict=True):
+        name = line[0] if len(line[0]) <= sizes[names] else line[0][: sizes[names] - 1] + "…"
+        cells = [cell.rjust(sizes[head]) for head, cell in zip(kept[1:], line[1:], strict=True)]
+        lines.append("  ".join([name.ljust(sizes[names]), *cells]).rstrip())
+    return lines, [head for head in table if head not in kept]
 
 
 def _plus_minus(value: float, ci: Sequence[float | None], form: str, star: bool = False) -> str:
     low, high = ci
-    margin = "" if low is None or high is None else f" +- {(high - low) / 2:{form.lstrip('+')}}"
+    margin = "" if low is None or high is None else f"±{(high - low) / 2:{form.lstrip('+')}}"
     return f"{value:{form}}{margin}{'*' if star else ''}"
 
 

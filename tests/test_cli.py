@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -32,18 +33,33 @@ FLAGS = {
         "--temperature",
         "--top-p",
         "--top-k",
+        "--rule",
+        "--block-length",
+        "--stride",
         "--light",
         "--heavy",
         "--batch-size",
+        "--cluster",
     }
-    | {"--watch", "--svg", "--device"},
+    | {"--watch", "--svg", "--html", "--device"},
     "info": COMMON,
     "ls": COMMON,
     "prepare": COMMON | {"--tokenizer", "--packing", "--length", "--holdout", "--license"},
     "train": COMMON | {"--preset", "--depths", "--twin", "--judge", "--name", "--set", "--force", "--device"},
     "compare": COMMON
     | {"--family", "--schedules", "-n", "--n", "-T", "--steps", "--length", "--prompts", "--judge", "--recipe"}
-    | {"--no-rivals", "--bound", "--light", "--heavy", "--batch-size", "--store", "--fresh", "--plot"}
+    | {"--no-rivals", "--bound", "--mauve", "--timing", "--light", "--heavy", "--batch-size", "--store", "--fresh"}
+    | {"--cluster", "--plot", "--seed", "--device"},
+    "cost": COMMON
+    | {"--family", "--schedules", "-T", "--steps", "--length", "--budget", "--light", "--heavy", "--batch-size"}
+    | {"--fresh", "--device"},
+    "compose": COMMON
+    | {"--family", "--rules", "--steps", "--schedules", "-n", "--n", "--length", "--judge", "--light", "--heavy"}
+    | {"--batch-size", "--store", "--fresh", "--recorded", "--plot", "--markdown", "--seed", "--device"},
+    "search": COMMON
+    | {"--family", "--budget", "--max-loss", "--light-segments", "--segments", "--models", "--densities", "-n", "--n"}
+    | {"--confirm", "--rows", "-T", "--steps", "--length", "--prompts", "--judge", "--recipe", "--text", "--quick"}
+    | {"--time-limit", "--light", "--heavy", "--batch-size", "--store", "--fresh", "--cluster", "--plot", "--csv"}
     | {"--seed", "--device"},
     "importance": COMMON
     | {"--family", "--text", "--states", "--pairs", "--timesteps", "--sequences", "--plot", "--seed", "--device"},
@@ -56,6 +72,9 @@ FLAGS = {
     | {"--family", "--depths", "--width", "--vocab-size", "--length", "--steps", "--batch-size", "--quick", "--seed"}
     | {"--device", "--parts"},
     "demo": COMMON | {"--family", "--prompt", "--seed", "--device"},
+    "reproduce": COMMON
+    | {"--family", "--scale", "--only", "--out", "--store", "--text", "--second", "--bpe", "--stages", "--judge"}
+    | {"--seed", "--device"},
 }
 
 
@@ -134,6 +153,31 @@ def test_infill_suffix_and_max_new_tokens(family: str, capsys: pytest.CaptureFix
     both = text("--prompt", "ab", "--suffix", "yz")
     assert both.startswith("ab") and both.endswith("yz") and len(both) == 32
     assert len(text("--prompt", "ab", "--max-new-tokens", "4")) == 6
+
+
+def test_rules_blocks_and_strides(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def result(*words: str) -> dict[str, Any]:
+        assert run("sample", "--family", family, "--json", "-", *words) == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    found = result("--rule", "low-confidence", "--block-length", "8", "--prompt", "the ", "--steps", "16")
+    assert found["changes_law"] == ["rule=low-confidence:8"] and found["texts"][0].startswith("the ")
+    drawn = tmp_path / "picture.svg"
+    assert result("--rule", "threshold:0.2", "--schedule", "L8 H24", "--svg", str(drawn))["steps"] <= 32
+    assert ElementTree.parse(drawn).getroot().tag.endswith("svg")
+    greedy = [result("--rule", "low-confidence", "--temperature", "0", "--seed", seed)["texts"] for seed in "12"]
+    assert greedy[0] == greedy[1]
+    assert len(result("--length", "50", "--stride", "8", "--rule", "remdm-cap:0.1")["texts"][0]) == 50
+    for words, said in (
+        (("--rule", "best"), "the rules are ancestral, random"),
+        (("--block-length", "4"), "--rule"),
+        (("--rule", "threshold", "--steps", "4"), "its own number of steps"),
+        (("--length", "50"), "more than the family's"),
+        (("--length", "50", "--stride", "99"), "from 1 to 31"),
+    ):
+        assert run("sample", "--family", family, *words) == 2
+        message = capsys.readouterr().err
+        assert said in message and message.count("\n") == 1
 
 
 def test_chat_puts_the_prompt_into_the_template_and_shows_the_answer(
@@ -298,6 +342,60 @@ def test_config_file_fills_in_flags_and_the_command_line_wins(
     config.write_text("no_such = 1\n")
     assert run("sample", "--config", str(config)) == 2
     assert "no_such" in capsys.readouterr().err
+
+
+def test_the_pauses_of_watch_are_not_sampling(
+    family: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock on which nothing but pauses takes any time: four seconds of them, and no sampling."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    fake = SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: now, sleep=sleep)
+    for name in ("terminal", "sampler"):
+        monkeypatch.setattr(f"relaylm.{name}.time", fake)
+    assert run("sample", "--family", family, "--watch", "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["cost"]["seconds"] == pytest.approx(0, abs=1e-9) and now >= 3.9
+
+
+def test_an_interruption_while_importing_is_quiet() -> None:
+    code = """
+import sys
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "relaylm.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+from relaylm.__main__ import main
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    version = subprocess.run([sys.executable, "-m", "relaylm", "--version"], capture_output=True, text=True, check=True)
+    assert version.stdout.startswith("relaylm ")
+
+
+def test_cost_is_shown_kept_and_a_budget(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ["--family", family, "--batch-size", "2"]
+    assert run("cost", *words, "--schedules", "heavy,L8 H24", "--budget", "10% blocks", "--json", "-") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [item["within"] for item in found["schedules"]] == [False, True]
+    assert found["schedules"][1]["saved"]["blocks"] == pytest.approx(1 / 6) and found["call"]["1b"]["ms"] > 0
+    assert run("cost", *words, "--steps", "inf") == 0
+    shown = capsys.readouterr().out
+    assert "infinitely many steps" in shown and found["table"] in shown and "no joules" in shown
+    assert run("cost", *words, "--budget", "3 parsecs") == 2
+    assert "choose flops, blocks, ms, J" in capsys.readouterr().err
+    # What was sampled is priced by what is now in the table.
+    for count, known in (("2", True), ("1", False)):  # no batch of one row was timed
+        assert run("sample", "--family", family, "-n", count, "--batch-size", count, "--json", "-") == 0
+        assert ("milliseconds" in json.loads(capsys.readouterr().out)["cost"]) == known
 
 
 def test_schedule_files(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

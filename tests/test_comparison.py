@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +17,11 @@ import torch
 from relaylm import comparison as module
 from relaylm.comparison import compare, render, row_costs
 from relaylm.contenders import expected_flops, steps_within
+from relaylm.cost import mean_price, prices
 from relaylm.denoiser import Architecture, Transformer
 from relaylm.errors import UserError
 from relaylm.family import Family
-from relaylm.judge import score
+from relaylm.judge import features, load_judge, score
 from relaylm.sampler import sample
 from relaylm.schedule import Schedule
 from relaylm.tokenizer import Text8Tokenizer
@@ -169,7 +173,39 @@ def test_render(result: dict[str, Any]) -> None:
     assert "entropy" in lines[2] and "gen ppl" in lines[2]
 
 
+@pytest.mark.parametrize("width", [70, 80, 100, 120, 200])
+def test_the_table_fits_the_terminal(result: dict[str, Any], width: int) -> None:
+    lines = render(result, width).split("\n")
+    assert max(len(line) for line in lines[1:]) <= width
+    rows = [line for line in lines if line[:1] in "≈·" or line.startswith("  ")]
+    assert sum(line.startswith("≈") for line in lines) == 4 and len(rows) >= len(result["rows"])
+    assert all(word in lines[2] for word in ("schedule", "gen ppl", "entropy", "log-ppl diff", "FLOPs"))
+    told = re.search(r"left out for want of room: (.*) \(--json", " ".join(lines))
+    left_out = told.group(1).split(", ") if told else []
+    assert (left_out or width >= 120) and not (left_out and width == 200)
+    assert ("corpus" in lines[2]) == ("corpus" not in left_out)
+    assert {"calls/row", "s"} <= set(left_out) or width >= 100
+
+
+def test_the_terminals_own_width(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert render(result) == render(result, 80) != render(result, 120)
+
+
 # ------------------------------------------------------------------------------------------------ cost
+
+
+def test_measured_time_of_each_row(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    out = compare(family, ["sandwich", "heavy"], n=6, timing=True, progress=False, batch_size=2)
+    for row in out["rows"]:
+        schedule = Schedule.parse(row["models"])
+        known = prices(family, "ms", steps=row["steps"], models=schedule.models, batch_size=2)  # from the table
+        assert row["milliseconds"] == pytest.approx(6 * mean_price(known, schedule, row["steps"], np.array([LENGTH])))
+    sandwich, heavy = out["rows"][:2]
+    assert sandwich["ms_saved"] == pytest.approx(1 - sandwich["milliseconds"] / heavy["milliseconds"])
+    assert sandwich["joules"] is None and "ms/row" in render(out, 200) and "J/row" not in render(out, 200)
+    json.dumps(out, allow_nan=False)
 
 
 @pytest.mark.parametrize("steps", [5, 16, 100, math.inf])
@@ -243,6 +279,29 @@ def test_bounds_in_the_table(family: Family) -> None:
     assert "bound" in render(out)
     with pytest.raises(UserError, match="held-out text"):
         compare(family, ["sandwich"], n=3, bound=True, progress=False)
+
+
+def test_mauve_against_held_out_rows(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Human text is read once, each schedule's samples once; the package gets the judge's states of both."""
+    human = np.random.default_rng(0).integers(0, 27, (5, LENGTH))
+    seen = []
+
+    def compute_mauve(p_features: np.ndarray, q_features: np.ndarray, verbose: bool) -> SimpleNamespace:
+        seen.append((p_features, q_features))
+        return SimpleNamespace(mauve=len(seen) / 10)
+
+    monkeypatch.setitem(sys.modules, "mauve", SimpleNamespace(compute_mauve=compute_mauve))
+    out = compare(family, ["sandwich"], n=3, rivals=False, mauve=human, progress=False)
+    assert [row["mauve"] for row in out["rows"]] == [0.1, 0.2, 0.3] and "MAUVE" in render(out)
+    judge = load_judge(None, family)
+    samples = sample(family, "sandwich", 3)
+    assert np.array_equal(seen[0][0], features(judge, human))
+    assert seen[0][1] == pytest.approx(features(judge, samples.tokens), abs=1e-5)
+
+    monkeypatch.setitem(sys.modules, "mauve", None)  # not installed: said before anything is sampled
+    monkeypatch.setattr(module, "sample", lambda *_, **__: pytest.fail("work was done"))
+    with pytest.raises(UserError, match="mauve"):
+        compare(family, ["sandwich"], n=3, rivals=False, mauve=human, progress=False)
 
 
 def test_messages(family: Family) -> None:

@@ -21,6 +21,7 @@ from relaylm.convert.tensors import count
 from relaylm.denoiser import Architecture, Transformer, expected_shapes
 from relaylm.errors import UserError
 from relaylm.family import Family
+from relaylm.tokenizer import load_tokenizer, vocabulary
 
 V, D, C, HEADS, BLOCKS, LENGTH = 11, 16, 6, 2, 3, 8
 TOKENS = torch.tensor([[3, 10, 0, 10, 10, 7, 10, 1], [10] * 8])
@@ -163,7 +164,8 @@ def test_mdlm_folder_computes_what_its_mathematics_says(tmp_path: Path) -> None:
     agree(family["mdlm-owt"], expected(state))
     agree(convert.load(folder, dtype="float64", fold=False)["mdlm-owt"], expected(state))
     agree(convert.load(folder)["mdlm-owt"], expected(state), tolerance=1e-4)
-    assert family.tokenizer is None and "GPT-2" in family.meta["missing"][0]
+    missing = family.meta["missing"][0]
+    assert family.tokenizer is None and f"{V} tokens" in missing and "GPT-2" not in missing
 
 
 def test_mdlm_time_conditioning_is_by_sigma(tmp_path: Path) -> None:
@@ -404,3 +406,31 @@ def test_plain_and_folded_networks_become_mdlm_networks(tmp_path: Path) -> None:
     agree(convert.load(out, dtype="float64")["b"], family["b"].logits(TOKENS, T), tolerance=2e-5)
     with pytest.raises(UserError, match="not empty"):
         convert.export(family, out)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("text8", "the history of  rivers "), ("bytes", "Ünï \x00\x7f\xad\n  code 日本 🙂 don't")]
+)
+def test_an_export_carries_the_tokenizer(tmp_path: Path, kind: str, text: str) -> None:
+    """Those that are no file of their own, too: the same ids and the same text back, with MDLM's layout as the way."""
+    reader = load_tokenizer(kind)
+    size, mask_id = vocabulary(reader)
+    models = {}
+    for depth in (1, 2):
+        network = Transformer(Architecture(size, LENGTH, D, depth, HEADS))
+        models[f"{depth}b"] = network.initialise(torch.Generator().manual_seed(depth)).eval().requires_grad_(False)
+    out = convert.export(Family(models, mask_id, size, LENGTH, reader), tmp_path / "out")
+    for source in (out, out / "1b"):
+        back = convert.load(source)
+        assert back.mask_id == mask_id and not back.meta["missing"] and back.tokenizer is not None
+        assert back.tokenizer.encode(text) == reader.encode(text)
+        assert back.tokenizer.decode(reader.encode(text)) == text
+        assert back.tokenizer.decode([mask_id]) == reader.decode([mask_id])
+
+
+@pytest.mark.parametrize("size", [28, 8193, 50256, 50257, 50258, 50259])
+def test_gpt2s_tokenizer_is_suggested_where_it_fits(tmp_path: Path, size: int) -> None:
+    network = Transformer(Architecture(size, LENGTH, 4, 1, 1)).initialise(torch.Generator().manual_seed(0))
+    out = convert.export(Family({"a": network.eval()}, size - 1, size, LENGTH), tmp_path / "out")
+    (missing,) = convert.describe(out)["missing"]
+    assert ("GPT-2" in missing) == (size in (50257, 50258)) and (f"{size} tokens" in missing) != ("GPT-2" in missing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from relaylm import judge as module
 from relaylm.denoiser import Architecture, Transformer
 from relaylm.errors import UserError
 from relaylm.family import Family
-from relaylm.judge import Judge, from_logits, load_judge, log_perplexity, mdlm_weights, score, windows
+from relaylm.judge import Judge, features, from_logits, load_judge, log_perplexity, mdlm_weights, score, windows
 
 VOCAB = 7
 
@@ -233,6 +234,22 @@ def test_the_familys_own_judge() -> None:
         score(judge, tokens + VOCAB)
 
 
+def test_features_are_the_state_that_foretells_the_next_token() -> None:
+    family = family_with_judge()
+    judge, tokens = load_judge(None, family), rows(5, 12)
+    small = replace(judge, tokens_per_call=24)
+    found = features(small, tokens)
+    network = family.judge
+    assert network is not None and found.shape == (5, 16)
+    logits = F.linear(torch.from_numpy(found), network.output_layer.linear.weight, network.output_layer.linear.bias)
+    expected = network.logits(torch.from_numpy(tokens), torch.ones(5))[:, -1]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    longer = np.concatenate([rows(5, 16), rows(5, 16, seed=1)], axis=1)  # beyond the context: its beginning
+    assert np.array_equal(features(judge, longer), features(judge, longer[:, :16]))
+    with pytest.raises(UserError, match="probabilities alone"):
+        features(from_logits(Bigram(), "bigram"), tokens)
+
+
 def test_the_judge_of_a_stored_family_is_float32(tmp_path: Path) -> None:
     family = family_with_judge()
     family.save_pretrained(tmp_path / "family", dtype="float32")
@@ -285,3 +302,10 @@ def test_a_transformers_model(tmp_path: Path) -> None:
         assert scores.count_n[r] == ids.shape[1] - 1
     assert scores.written_count_n.tolist() == [5, 0, 4]  # after ab c; nothing; cd|cd cd _ ab with cd astride
     assert math.isfinite(scores.nll_n.sum())
+    vectors = features(judge, np.zeros((3, 4), dtype=int), texts)  # padded to one length, and not felt
+    for r, text in enumerate(texts):
+        with torch.no_grad():
+            state = model.transformer(torch.tensor([fast(text)["input_ids"]])).last_hidden_state[0, -1]
+        assert vectors[r] == pytest.approx(state.numpy(), abs=1e-5)
+    with pytest.raises(UserError, match="a sample is empty"):
+        features(judge, np.zeros((1, 4), dtype=int), [""])

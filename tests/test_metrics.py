@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -196,8 +198,21 @@ def test_resampling_weights_are_a_bootstrap() -> None:
     assert (weights @ x).std() == pytest.approx(x.std() / math.sqrt(50), rel=0.15)
 
 
-def test_mauve_is_optional() -> None:
-    try:
-        import mauve  # noqa: F401
-    except ImportError:
-        assert metrics.mauve(["a"], ["b"]) is None
+def test_mauve_gets_human_text_first_and_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute_mauve(p_features: np.ndarray, q_features: np.ndarray, **options: object) -> SimpleNamespace:
+        assert options == {"verbose": False, "num_buckets": 2}
+        return SimpleNamespace(mauve=np.float64(p_features.mean() - 2 * q_features.mean()))
+
+    monkeypatch.setitem(sys.modules, "mauve", SimpleNamespace(compute_mauve=compute_mauve))
+    value = metrics.mauve(np.full((3, 2), 0.1), np.full((4, 2), 1.0), num_buckets=2)
+    assert value == pytest.approx(0.8) and type(value) is float
+    monkeypatch.setitem(sys.modules, "mauve", None)  # as if it were not installed
+    with pytest.raises(UserError, match=r"pip install relaylm\[mauve\]"):
+        metrics.mauve(np.zeros((3, 2)), np.zeros((4, 2)))
+
+
+def test_the_real_mauve() -> None:
+    pytest.importorskip("mauve")
+    rng = np.random.default_rng(0)
+    human, like, unlike = rng.normal(size=(200, 8)), rng.normal(size=(200, 8)), rng.normal(size=(200, 8)) + 3
+    assert metrics.mauve(like, human) > 0.9 and metrics.mauve(unlike, human) < 0.1

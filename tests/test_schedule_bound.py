@@ -158,6 +158,16 @@ def test_binomials_against_scipy() -> None:
     assert _at_least(y, 1024) == pytest.approx(scipy.stats.binom.sf(m - 1, 1024, y[:, None]), abs=1e-10)
 
 
+def test_progress_is_told_to_the_end() -> None:
+    told: list[tuple[int, int]] = []
+    tokens = TEXTS[:5]
+    bound(MODELS["a"], tokens, mask_id=SYMBOLS, draws=2, batch_size=2, on_rows=lambda *pair: told.append(pair))
+    assert told == [(2, 5), (4, 5), (5, 5)]
+    told.clear()
+    measure_table(MODELS, tokens, SYMBOLS, draws=3, batch_size=6, on_rows=lambda *pair: told.append(pair))
+    assert told == [(6, 15), (12, 15), (15, 15)]
+
+
 def test_messages(table) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UserError, match="asks for model"):
         schedule_bound(table, Schedule.parse("a:1 z:1"))

@@ -194,10 +194,11 @@ def export(
     overwrite: bool = False,
 ) -> Path:  # fmt: skip
     """Write a family's networks in MDLM's published layout (config.json, model.safetensors), so that MDLM's own code
-    computes the same function: in the folder itself for one model, else in a folder for each."""
+    computes the same function: in the folder itself for one model, else in a folder for each, with tokenizer.json."""
     from relaylm.convert import mdlm
     from relaylm.denoiser import Transformer
     from relaylm.family import Family
+    from relaylm.tokenizer import portable_json
 
     own = family if isinstance(family, Family) else Family.load(family)
     chosen = list(models or own.names)
@@ -207,6 +208,7 @@ def export(
             raise UserError(f"{name} is not a network of MDLM's kind, so it has no place in MDLM's layout")
     target = Path(folder).expanduser()
     licence = license or str(own.meta.get("license", "unknown"))
+    reader = None if own.tokenizer is None else portable_json(own.tokenizer)
 
     def fill(new: Path) -> None:
         for name in chosen:
@@ -214,8 +216,8 @@ def export(
             model = own.models[name]
             assert isinstance(model, Transformer)
             mdlm.export(model, place)
-            for file, data in ({} if own.tokenizer is None else own.tokenizer.files()).items():
-                (place / file).write_bytes(data)
+            if reader is not None:
+                (place / "tokenizer.json").write_bytes(reader)
         rows = "".join(f"- `{name}`\n" for name in chosen)
         text = (
             f"{_front(licence, 'mdlm')}\n# {target.name}\n\nMasked diffusion language models in MDLM's layout, written "

@@ -228,9 +228,18 @@ def look(
     if reader is not None:
         reader = _with_mask(reader, first.mask_id)
     else:
-        missing.append(HINTS.get(first.format, "the tokenizer: give a tokenizer.json"))
+        missing.append(_hint(first.format, first.vocab_size))
     missing += [note if len(found) == 1 else f"{one.name}: {note}" for one in found for note in one.missing]
     return found, reader, missing
+
+
+def _hint(form: str, vocab_size: int) -> str:
+    """Which tokenizer is missing. GPT-2's has 50257 tokens, the mask apart: of a smaller or larger vocabulary another
+    tokenizer was the maker's, whatever the layout."""
+    hint = HINTS.get(form)
+    if hint is None or (hint == _GPT2 and vocab_size not in (50257, 50258)):
+        return f"the tokenizer of {vocab_size} tokens, the mask among them: give a tokenizer.json, text8 or bytes"
+    return hint
 
 
 def _tokenizer(given: Source | Tokenizer | None, folders: Iterable[Path]) -> Tokenizer | None:

@@ -1,0 +1,321 @@
+r"""The same work on many GPUs and hosts: samples and whole trees by ranges of rows, on Ray.
+
+Rows are independent (their noise is keyed by their numbers), so a range of rows under any schedules is a task of its
+own. What a task does is a plain function of a family and plain arguments (`sample_rows`, `grow_rows`), and there are
+two ways to do many: `Local` one after the other, here; `Cluster` by Ray's actors, one for each GPU (each CPU where the
+family is on CPUs), each of which loads the family once from its folder. Both yield results as they come, and both give
+the same ones: batches are of the same size wherever they run, so on the same kind of device the bits are the same.
+(On CPUs a worker computes with one thread; how a product is split among threads is part of a call's shape there.)
+
+A worker that is lost, with its host or without, costs the time of the task it had: the task goes to another one, and
+Ray is asked for a replacement. Nothing is stored by workers; what comes back is stored by whoever asked.
+
+Needs the extra `cluster` (`pip install relaylm[cluster]`); Ray is imported when a Cluster is made.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from relaylm.errors import UserError
+from relaylm.sampler import Samples, Trace, _batch_size, checked_given, sample
+from relaylm.schedule import Policy, Schedule, Timetable
+from relaylm.tree import Grown, Stopped, grow
+
+if TYPE_CHECKING:
+    from relaylm.family import Family
+
+MOST_LOSSES = 3  # of workers over one task, or in a row while they start: then something else is wrong
+LOOK = 0.5  # seconds between two looks at whether to stop
+_TRACE = ("step_nL", "u_nL", "model_nL")
+
+
+# ------------------------------------------------------------------------------------------------ tasks
+
+
+def sample_rows(family: Family, schedule: Any, first_row: int, rows: int, options: dict[str, Any]) -> Samples:
+    """A range of rows under one schedule, as `sample` gives them."""
+    return sample(family, schedule, rows, first_row=first_row, **options)
+
+
+def grow_rows(family: Family, schedules: Sequence[Any], first_row: int, rows: int, options: dict[str, Any]) -> Grown:
+    """A range of rows under many schedules that share their work, as `grow` gives them."""
+    return grow(family, schedules, rows, first_row=first_row, **options)
+
+
+def row_ranges(n: int, batch: int, workers: int) -> list[tuple[int, int]]:
+    """(first, number) of even pieces of n rows: about four for each worker, so that no one waits long for the last, and
+    at least two batches each, so that batches are full."""
+    pieces = max(1, min(4 * workers, n // (2 * batch)))
+    edges = [n * k // pieces for k in range(pieces + 1)]
+    return [(a, b - a) for a, b in pairwise(edges)]
+
+
+def sample_many(
+    workers: Local | Cluster,
+    schedule: str | Schedule | Policy,
+    n: int,
+    *,
+    given: np.ndarray | None = None,
+    batch_size: int | None = None,
+    first_row: int = 0,
+    on_rows: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> Samples:
+    """`sample`, with the rows shared out among workers; other options are those of `sample`. `on_rows(done, total)`
+    hears of progress. The cost's seconds are those from the beginning to the end."""
+    from relaylm.family import lay_out
+
+    began = time.perf_counter()
+    if n < 1:
+        raise UserError(f"the number of samples must be at least 1, not {n}")
+    family = workers.family
+    if isinstance(schedule, str):
+        schedule = Schedule.parse(schedule)
+    if given is not None:
+        given = checked_given(given, n, family.length)
+    laid_out = ["prompt", "suffix", "infill", "max_new_tokens"] + ["length"] * (options.get("stride") is None)
+    layout = given if given is not None else lay_out(family, **{k: v for k, v in options.items() if k in laid_out})
+    models = schedule.models if isinstance(schedule, Schedule | Timetable) else family.names
+    batch = batch_size or _batch_size(family, n, layout.shape[-1], len(set(models)))
+    tasks = []
+    for first, rows in row_ranges(n, batch, workers.number):
+        own = {**options, "batch_size": batch}
+        if given is not None:
+            own["given"] = given[first : first + rows] if given.ndim == 2 else given
+        tasks.append((schedule, first_row + first, rows, own))
+    parts: list[Samples | None] = [None] * len(tasks)
+    done = 0
+    for index, part in workers.map(sample_rows, tasks):
+        parts[index] = part
+        done += len(part.tokens)
+        if on_rows is not None:
+            on_rows(done, n)
+    return _joined([part for part in parts if part is not None], time.perf_counter() - began)
+
+
+def _joined(parts: Sequence[Samples], seconds: float) -> Samples:
+    """Ranges of rows, one below the other."""
+    first = parts[0]
+    costs = [part.cost for part in parts]
+
+    def total(name: str) -> Any:
+        values = [getattr(cost, name) for cost in costs]
+        return None if None in values else sum(values)
+
+    summed = ("flops", "flops_all_heavy", "padded_calls", "network_calls", "milliseconds", "joules")
+    cost = replace(
+        first.cost,
+        calls=dict(sum((Counter(cost.calls) for cost in costs), Counter())),
+        batch_size=min(cost.batch_size for cost in costs),
+        seconds=seconds,
+        **{name: total(name) for name in summed},
+    )
+    arrays = {name: np.concatenate([getattr(part.trace, name) for part in parts]) for name in _TRACE}
+    return replace(
+        first,
+        tokens=np.concatenate([part.tokens for part in parts]),
+        trace=Trace(**arrays, models=first.trace.models),
+        cost=replace(cost, calls={name: cost.calls.get(name, 0) for name in first.cost.calls}),
+        texts=[text for part in parts for text in part.texts],
+    )
+
+
+# ------------------------------------------------------------------------------------------------ workers
+
+
+class Local:
+    """Tasks one after the other, in this process."""
+
+    number = 1
+
+    def __init__(self, family: Family) -> None:
+        self.family = family
+
+    def map(
+        self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], stop: Callable[[], bool] | None = None
+    ) -> Iterator[tuple[int, Any]]:
+        """(index, function(family, *task)) for each task."""
+        for index, task in enumerate(tasks):
+            if stop is not None and stop():
+                raise Stopped
+            yield index, function(self.family, *task)
+
+
+class _Worker:
+    """What runs in a Ray actor."""
+
+    def load(self, folder: str, device: str, dtype: Any, digest: str) -> int:
+        """Load the family; returns the process's number. Not in the constructor, whose errors Ray hides."""
+        from relaylm.family import Family
+
+        host = socket.gethostname()
+        try:
+            self.family = Family.load(folder, device, dtype)
+        except UserError as error:
+            raise UserError(f"a worker on {host} cannot load the family: {error}") from None
+        if self.family.digest != digest:
+            raise UserError(f"{folder} holds other weights on {host} than here")
+        return os.getpid()
+
+    def do(self, function: Callable[..., Any], task: tuple[Any, ...]) -> Any:
+        return function(self.family, *task)
+
+
+class Cluster:
+    """Tasks on Ray's actors, each with the family in its own memory. Use with `with`, or `close` it.
+
+    `address` is a running cluster's ("auto" for the one that this host belongs to, or "host:6379"); "local" starts one
+    on this machine, for as long as this object lives. The family must be in a folder that every host can read under the
+    same name.
+    `workers` is their number: by default one for each GPU there is, or each CPU where the family is on CPUs."""
+
+    def __init__(self, family: Family, address: str = "local", workers: int | None = None) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            ray = import_module("ray")
+        except ImportError:
+            raise UserError("a cluster needs Ray: `pip install relaylm[cluster]`") from None
+        if family.stored is None or family.digest is None:
+            raise UserError("a cluster needs a family from a folder that all its hosts can read: save this one first")
+        if workers is not None and workers < 1:
+            raise UserError(f"a cluster has at least one worker, not {workers}")
+        self.family, self._ray = family, ray
+        self._loss: tuple[type[BaseException], ...] = tuple(
+            getattr(ray.exceptions, name)
+            for name in ("RayActorError", "WorkerCrashedError", "NodeDiedError", "ObjectLostError", "OutOfMemoryError")
+        )
+        self._opened = not ray.is_initialized()
+        if self._opened:
+            local = {"num_cpus": workers or os.cpu_count(), "include_dashboard": False} if address == "local" else {}
+            _check_reachable(address)
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR", **local)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise UserError(f"cannot reach a Ray cluster at {address}: {_brief(error)}") from None
+        gpu = family.device.type == "cuda"
+        there = int(ray.cluster_resources().get("GPU" if gpu else "CPU", 0))
+        self.number = min(workers or there, there)
+        if not self.number:
+            self.close()
+            raise UserError(f"the family is on a {'GPU' if gpu else 'CPU'}, but the cluster has none")
+        resources = {"num_gpus": 1, "num_cpus": 0} if gpu else {"num_cpus": 1}
+        self._actor = ray.remote(**resources, max_restarts=0)(_Worker)
+        self._starting: dict[Any, Any] = {}  # the call that loads the family, and its actor
+        self._idle: list[Any] = []
+        self.pids: dict[Any, int] = {}  # of the workers that have started, by actor
+        self._failed = 0  # starts in a row that came to nothing
+        for _ in range(self.number):
+            self._start()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the workers go, and a cluster that was started here."""
+        for actor in [*self.__dict__.get("_starting", {}).values(), *self.__dict__.get("pids", {})]:
+            self._ray.kill(actor)
+        self._starting, self._idle, self.pids = {}, [], {}
+        if self._opened:
+            self._ray.shutdown()
+
+    def map(
+        self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], stop: Callable[[], bool] | None = None
+    ) -> Iterator[tuple[int, Any]]:
+        """(index, function(family, *task)) for each task, in the order in which they are done. `function` stands at the
+        top of a module that workers can import. `stop` is asked twice a second; if it says yes, Stopped is raised and
+        what is under way is given up."""
+        waiting = deque(range(len(tasks)))
+        running: dict[Any, tuple[int, Any]] = {}
+        losses: Counter[int] = Counter()
+        try:
+            while waiting or running:
+                while waiting and self._idle:
+                    actor, index = self._idle.pop(), waiting.popleft()
+                    running[actor.do.remote(function, tasks[index])] = index, actor
+                ready, _ = self._ray.wait([*running, *self._starting], num_returns=1, timeout=LOOK)
+                if stop is not None and stop():
+                    raise Stopped
+                for call in ready:
+                    if call in self._starting:
+                        self._started(call)
+                        continue
+                    index, actor = running.pop(call)
+                    try:
+                        result = self._get(call)
+                    except self._loss as error:
+                        losses[index] += 1
+                        if losses[index] > MOST_LOSSES:
+                            count, why = losses[index], _brief(error)
+                            raise UserError(f"{count} workers were lost over one task: {why}") from None
+                        waiting.appendleft(index)
+                        self._replace(actor)
+                        continue
+                    except Exception:  # the function's own: the worker is well
+                        self._idle.append(actor)
+                        raise
+                    self._idle.append(actor)
+                    yield index, result
+        finally:
+            for _, actor in running.values():  # given up: whoever comes next shall not wait for it
+                if actor in self.pids:  # and not closed meanwhile
+                    self._replace(actor)
+
+    def _start(self) -> None:
+        stored, device = self.family.stored, self.family.device
+        assert stored is not None
+        actor = self._actor.remote()
+        call = actor.load.remote(str(stored.folder.resolve()), device.type, stored.dtype, self.family.digest)
+        self._starting[call] = actor
+
+    def _started(self, call: Any) -> None:
+        actor = self._starting.pop(call)
+        try:
+            self.pids[actor] = self._get(call)
+        except self._loss as error:
+            self._failed += 1
+            if self._failed > MOST_LOSSES:
+                raise UserError(f"workers are lost as they start: {_brief(error)}") from None
+            self._start()
+            return
+        self._failed = 0
+        self._idle.append(actor)
+
+    def _replace(self, actor: Any) -> None:
+        self.pids.pop(actor, None)
+        self._ray.kill(actor)
+        self._start()
+
+    def _get(self, call: Any) -> Any:
+        """A call's result. What its function raised is raised here, without Ray's wrapping."""
+        try:
+            return self._ray.get(call)
+        except self._ray.exceptions.RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for minutes before it gives up."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit() and "/" not in host:
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except (OSError, OverflowError) as error:
+            raise UserError(f"cannot reach a Ray cluster at {address}: {error}") from None
+
+
+def _brief(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

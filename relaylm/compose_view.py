@@ -1,0 +1,245 @@
+"""What `compose` found, for readers: a table, Markdown for the documentation, and two figures.
+
+Everything is made from the JSON that the command wrote, so that a table or a figure can be made again without sampling;
+no number is typed by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relaylm.compose import diversity, kind_of
+from relaylm.errors import UserError
+from relaylm.report import COLOURS, MARKERS, _figure, _save
+
+Result = Mapping[str, Any]
+HEAD = ("rule", "dial", "schedule", "perplexity", "entropy", "words", "distinct-4", "calls/row", "GFLOPs/row", "s")
+
+
+def _cells(result: Result, row: Mapping[str, Any]) -> list[str]:
+    low, high = row["gen_ppl_ci"]
+    margin = "" if low is None or high is None else f" ± {(high - low) / 2:.2f}"
+    n = result["n"]
+    return [
+        row["line"],
+        row["dial"],
+        row["schedule"],
+        f"{row['gen_ppl']:.2f}{margin}",
+        f"{row['entropy']:.3f}",
+        "-" if "word_entropy" not in row else f"{row['word_entropy']:.3f}",
+        "-" if row["distinct_4"] is None else f"{row['distinct_4']:.3f}",
+        f"{row['calls'] / n:.1f}",
+        "-" if row["flops"] is None else f"{row['flops'] / n / 1e9:.3g}",
+        f"{row['seconds']:.1f}",
+    ]
+
+
+def render(result: Result) -> str:
+    """The answer first, then every cell; a star marks the Pareto front."""
+    table = [HEAD, *(_cells(result, row) for row in result["rows"])]
+    marks = [" ", *("*" if row["front"] else " " for row in result["rows"])]
+    widths = [max(len(line[k]) for line in table) for k in range(len(HEAD))]
+    lines = [
+        f"{mark} " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for mark, line in zip(marks, table, strict=True)
+    ]
+    where = f"{result['n']} samples a cell, judge {result['judge']}, seed {result['seed']}"
+    note = "* nothing has fewer operations, lower perplexity and higher entropy at once (words' where there are words)"
+    return "\n".join([result["answer"], "", *lines, note, where])
+
+
+def markdown(result: Result) -> str:
+    """The answer, the front, and what both together save and lose, as a section of a document."""
+    name = result["family"]["name"] or "family"
+    machine = result["machine"].get("gpu") or result["machine"]["cpu"]
+    made = (
+        f"Family `{name}`, {result['n']} samples in each of {len(result['rows'])} cells, length {result['length']}, "
+        f"judge `{result['judge']}`, seed {result['seed']}, {machine}."
+    )
+    front = sorted((row for row in result["rows"] if row["front"]), key=lambda row: row["flops"] or 0)
+    lines = [f"### {name}", "", result["answer"], "", made, "", "The Pareto front, from the cheapest:", ""]
+    lines += _table(HEAD, [_cells(result, row) for row in front])
+    lines += ["", "Each schedule at each line's end and with the dial turned:", ""]
+    head = ("rule", "dial", "schedule", "FLOPs left: schedule × dial", "both", "loss: schedule + dial", "both", "they")
+    body = []
+    for item in result["combinations"]:
+        flops, loss = item["flops"], item["loss"]
+        known = flops["product"] is not None
+        body.append(
+            [
+                item["line"],
+                f"{item['neither']} → {item['dial']}",
+                item["schedule"],
+                f"{flops['schedule']:.3f} × {flops['steps']:.3f} = {flops['product']:.3f}" if known else "-",
+                f"{flops['both']:.3f}" if known else "-",
+                f"{loss['schedule']['value']:+.3f} {loss['steps']['value']:+.3f}",
+                f"{loss['both']['value']:+.3f}{_margin(item['interaction'])}",
+                kind_of(item),
+            ]
+        )
+    return "\n".join([*lines, *_table(head, body)])
+
+
+def _margin(estimate: Mapping[str, Any]) -> str:
+    low, high = estimate["ci"]
+    return "" if low is None or high is None else f" ± {(high - low) / 2:.3f}"
+
+
+def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body)]
+
+
+def marks(result: Result) -> tuple[str, str]:
+    name = result["family"]["name"] or "family"
+    return f"<!-- compose {name}: begin -->", f"<!-- compose {name}: end -->"
+
+
+def put_into(result: Result, path: str | Path) -> Path:
+    """Write the Markdown between its marks in a document; at its end if they are not there yet."""
+    target = Path(path).expanduser()
+    try:
+        text = target.read_text(encoding="utf-8") if target.exists() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {target}: {error}") from None
+    begin, end = marks(result)
+    section = f"{begin}\n{markdown(result)}\n{end}"
+    if begin in text and end in text:
+        before, rest = text.split(begin, 1)
+        text = before + section + rest.split(end, 1)[1]
+    else:
+        text = f"{text.rstrip()}\n\n{section}\n".lstrip()
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error}") from None
+    return target
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+def plot(result: Result, path: str | Path) -> list[Path]:
+    """Two figures: NAME (perplexity and entropy against operations) and NAME-both (do savings and losses compose?)."""
+    target = Path(path).expanduser()
+    drawn = [_save(_front_figure(result), target)]
+    if result["combinations"]:
+        drawn.append(_save(_both_figure(result), target.with_name(f"{target.stem}-both{target.suffix}")))
+    return drawn
+
+
+def _styles(result: Result) -> tuple[dict[str, str], dict[str, str]]:
+    lines = dict.fromkeys(row["line"] for row in result["rows"])
+    schedules = dict.fromkeys(row["schedule"] for row in result["rows"])
+    colours = {line: COLOURS[k % len(COLOURS)] for k, line in enumerate(lines)}
+    return colours, {schedule: MARKERS[k % len(MARKERS)] for k, schedule in enumerate(schedules)}
+
+
+def _legend(figure: Any, colours: Mapping[str, str], markers: Mapping[str, str], extra: Sequence[Any] = ()) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=colour, linewidth=3, label=line) for line, colour in colours.items()]
+    handles += [
+        Line2D([], [], color="0.3", marker=marker, linestyle="", label=schedule) for schedule, marker in markers.items()
+    ]
+    figure.legend(handles=[*handles, *extra], loc="outside right upper", frameon=False, fontsize=8)
+
+
+def _front_figure(result: Result) -> Any:
+    figure = _figure(11.0, 4.8)
+    from matplotlib.lines import Line2D
+
+    rows = [row for row in result["rows"] if row["flops"] is not None]
+    if not rows:
+        raise UserError("the figure needs FLOPs, and these models do not say what a call costs")
+    colours, markers = _styles(result)
+    left, right = figure.subplots(1, 2)
+    words = "word_entropy" in rows[0]
+    for axes, value in ((left, lambda row: row["gen_ppl"]), (right, diversity)):
+        for line, colour in colours.items():
+            heavy = [row for row in rows if row["line"] == line and row["calls_by_model"].keys() == {result["heavy"]}]
+            heavy.sort(key=lambda row: row["flops"])
+            axes.plot([_gflops(result, row) for row in heavy], [value(row) for row in heavy], color=colour, alpha=0.4)
+        for row in rows:
+            x, y = _gflops(result, row), value(row)
+            edge = "black" if row["front"] else "none"
+            axes.scatter(
+                x, y, s=46, color=colours[row["line"]], marker=markers[row["schedule"]], edgecolors=edge, linewidths=1.3
+            )
+        axes.set_xscale("log")
+        _plain_ticks(axes.xaxis, _ticks(-5, 8), lambda value: f"{value:g}")
+        axes.set_xlabel("GFLOPs for a sample")
+        axes.grid(alpha=0.25)
+    left.set_yscale("log")
+    span = [row["gen_ppl"] for row in rows]
+    if max(span) > 3 * min(span):
+        _plain_ticks(left.yaxis, _ticks(0, 6), lambda value: f"{value:g}")
+    else:  # too little for 1, 2, 5 to give several ticks
+        left.set_yscale("linear")
+    left.set_ylabel(f"generative perplexity, judge {result['judge']}")
+    right.set_ylabel("entropy of a sample's words, nats" if words else "entropy of a sample's tokens, nats")
+    extra = [Line2D([], [], color="none", marker="o", markeredgecolor="black", label="on the Pareto front")]
+    extra += [Line2D([], [], color="0.3", alpha=0.4, label="heavy alone, dial turned")]
+    _legend(figure, colours, markers, extra)
+    figure.suptitle(f"{result['family']['name'] or 'family'}: rule x steps x schedule, {result['n']} samples each")
+    return figure
+
+
+def _ticks(first: int, last: int) -> list[float]:
+    """1, 2, 5, 10, ... between two powers of ten."""
+    return [k * 10.0**e for e in range(first, last) for k in (1, 2, 5)] + [10.0**last]
+
+
+def _plain_ticks(axis: Any, values: Sequence[float], text: Callable[[float], str]) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axis.set_major_locator(FixedLocator(values))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+    axis.set_minor_locator(NullLocator())
+
+
+def _gflops(result: Result, row: Mapping[str, Any]) -> float:
+    return float(row["flops"]) / float(result["n"]) / 1e9
+
+
+def _both_figure(result: Result) -> Any:
+    figure = _figure(11.0, 4.8)
+    colours, markers = _styles(result)
+    left, right = figure.subplots(1, 2)
+    for item in result["combinations"]:
+        style = {"color": colours[item["line"]], "marker": markers[item["schedule"]], "linestyle": ""}
+        flops, loss = item["flops"], item["loss"]
+        if flops["product"] is not None:
+            left.plot(flops["product"], flops["both"], **style)
+        added = loss["schedule"]["value"] + loss["steps"]["value"]
+        low, high = item["interaction"]["ci"]
+        margin = 0.0 if low is None or high is None else (high - low) / 2
+        right.errorbar(added, loss["both"]["value"], yerr=margin, capsize=2, elinewidth=0.8, **style)
+    left.set_xscale("log")
+    left.set_yscale("log")
+    right.set_xscale("asinh", linear_width=0.05)  # even near 0, where most losses are, and room for the large ones
+    right.set_yscale("asinh", linear_width=0.05)
+    for axes in (left, right):
+        ends = np.array([*axes.get_xlim(), *axes.get_ylim()])
+        low, high = float(ends.min()), float(ends.max())
+        axes.plot([low, high], [low, high], color="0.6", linewidth=0.8, zorder=0)
+        axes.set_xlim(low, high)
+        axes.set_ylim(low, high)
+        axes.grid(alpha=0.25)
+    for axis in (left.xaxis, left.yaxis):
+        _plain_ticks(axis, _ticks(-4, 1), lambda value: f"{100 * value:g}%")
+    small = _ticks(-1, 1)
+    for axis in (right.xaxis, right.yaxis):
+        _plain_ticks(axis, [*(-value for value in small), 0.0, *small], lambda value: f"{value:+g}" if value else "0")
+    left.set_xlabel("FLOPs left by the schedule x FLOPs left by the dial")
+    left.set_ylabel("FLOPs left by both")
+    right.set_xlabel("loss by the schedule + loss by the dial (log-perplexity)")
+    right.set_ylabel("loss by both, 95% interval of the interaction")
+    used = {item["schedule"] for item in result["combinations"]}
+    _legend(figure, colours, {name: marker for name, marker in markers.items() if name in used})
+    name = result["family"]["name"] or "family"
+    figure.suptitle(f"{name}: on the line savings multiply (left) and losses add up (right); below it they overlap")
+    return figure

@@ -1,0 +1,79 @@
+r"""Texts longer than a network was trained on: MDLM's semi-autoregressive continuation.
+
+The first window, as long as the network allows, is sampled as usual; then again and again the last tokens are kept as
+the beginning of a new window whose other `stride` positions are free. Any rule and any schedule run inside a window.
+
+Shapes: n rows, L positions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from relaylm import cost as costs
+from relaylm.errors import UserError
+from relaylm.sampler import Samples, Trace
+
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: what separates the seeds of windows
+
+
+def window_seed(seed: int, window: int) -> int:
+    """The seed of a window of a continuation; the first window's is the sample's own."""
+    return (seed + window * GOLDEN) % 2**64
+
+
+def continued(
+    run: Callable[[np.ndarray, int], Samples], given_nL: np.ndarray, width: int, length: int, stride: int
+) -> Samples:
+    """`length` positions in windows of `width`, each after the first keeping the last width - stride tokens.
+
+    `run(given, w)` samples window w; `given_nL` is what stands in the first. Each window has noise of its own, keyed by
+    `window_seed`: a position of the window before is another position of the text."""
+    if not 1 <= stride < width:
+        raise UserError(f"the stride must be from 1 to {width - 1}, one less than the family's length, not {stride}")
+    if length <= width:
+        raise UserError(f"a stride is for texts longer than the family's length ({width}), but length is {length}")
+    parts = [run(given_nL, 0)]
+    tokens_nL, new = parts[0].tokens, [width]
+    while (have := tokens_nL.shape[1]) < length:
+        fresh = min(stride, length - have)
+        kept = tokens_nL[:, have - (width - fresh) :]
+        window = np.concatenate([kept, np.full((len(kept), fresh), -1, dtype=kept.dtype)], axis=1)
+        parts.append(run(window, len(parts)))
+        tokens_nL = np.concatenate([tokens_nL, parts[-1].tokens[:, -fresh:]], axis=1)
+        new.append(fresh)
+
+    def join(arrays: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([array[:, -count:] for array, count in zip(arrays, new, strict=True)], axis=1)
+
+    traces = [part.trace for part in parts]
+    trace = Trace(
+        join([x.step_nL for x in traces]), join([x.u_nL for x in traces]), join([x.model_nL for x in traces]),
+        traces[0].models,
+    )  # fmt: skip
+    return replace(parts[0], tokens=tokens_nL, trace=trace, cost=_sum([part.cost for part in parts]))
+
+
+def _sum(parts: list[costs.Cost]) -> costs.Cost:
+    def total(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        return None if None in values else sum(values)
+
+    calls: Counter[str] = Counter()
+    for part in parts:
+        calls.update(part.calls)
+    return costs.Cost(
+        calls={name: calls[name] for name in parts[0].calls},
+        flops=total("flops"),
+        flops_all_heavy=total("flops_all_heavy"),
+        blocks_saved=parts[0].blocks_saved,
+        padded_calls=total("padded_calls"),
+        network_calls=total("network_calls"),
+        batch_size=min(part.batch_size for part in parts),
+        seconds=total("seconds"),
+    )

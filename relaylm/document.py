@@ -1,0 +1,136 @@
+"""A report as a list of blocks, and its two forms: Markdown with files beside it, and one HTML file with everything in.
+
+Text may hold `code` and **bold**; nothing else in it is read as markup, in either form. Tables also go to CSV files.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from relaylm.checkpoint import atomic_write
+
+
+@dataclass(frozen=True)
+class Heading:
+    text: str
+    level: int = 2
+
+
+@dataclass(frozen=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """`name` is that of its CSV file; cells are shown as they are."""
+
+    name: str
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    file: Path
+    caption: str
+
+
+Block = Heading | Text | Table | Figure
+
+
+def markdown(blocks: Sequence[Block], folder: Path) -> str:
+    """The report with links to figures and tables in `folder`."""
+    parts = []
+    for block in blocks:
+        if isinstance(block, Heading):
+            parts.append(f"{'#' * block.level} {block.text}")
+        elif isinstance(block, Text):
+            parts.append(block.text)
+        elif isinstance(block, Figure):
+            parts.append(f"![{_cell(block.caption)}]({block.file.relative_to(folder).as_posix()})\n\n*{block.caption}*")
+        else:
+            lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in [block.head, *block.rows]]
+            lines.insert(1, "|" + "---|" * len(block.head))
+            parts.append(f"{block.caption} ([CSV](tables/{block.name}.csv))\n\n" + "\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def html(blocks: Sequence[Block], title: str) -> str:
+    """The same, whole in one file: figures inline, nothing loaded."""
+    parts = []
+    for block in blocks:
+        if isinstance(block, Heading):
+            parts.append(f"<h{block.level}>{_inline(block.text)}</h{block.level}>")
+        elif isinstance(block, Text):
+            parts.append(_paragraph(block.text))
+        elif isinstance(block, Figure):
+            data = base64.b64encode(block.file.read_bytes()).decode()
+            kind = "svg+xml" if block.file.suffix == ".svg" else "png"
+            caption = _inline(block.caption)
+            image = f'<img alt="{escape(block.caption)}" src="data:image/{kind};base64,{data}">'
+            parts.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
+        else:
+            head = "".join(f"<th>{_inline(cell)}</th>" for cell in block.head)
+            body = "".join(
+                "<tr>" + "".join(f"<td>{_inline(cell)}</td>" for cell in row) + "</tr>" for row in block.rows
+            )
+            table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            parts.append(f"<p class='caption'>{_inline(block.caption)}</p><div class='wide'>{table}</div>")
+    return _PAGE.replace("$TITLE", escape(title)).replace("$BODY", "\n".join(parts))
+
+
+def write(blocks: Sequence[Block], title: str, folder: Path) -> None:
+    """report.md, report.html and tables/*.csv, each whole or not at all."""
+    (folder / "tables").mkdir(parents=True, exist_ok=True)
+    for block in blocks:
+        if isinstance(block, Table):
+            text = io.StringIO()
+            csv.writer(text, lineterminator="\n").writerows([block.head, *block.rows])
+            atomic_write(folder / "tables" / f"{block.name}.csv", [text.getvalue().encode()])
+    atomic_write(folder / "report.md", [markdown(blocks, folder).encode()])
+    atomic_write(folder / "report.html", [html(blocks, title).encode()])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _inline(text: str) -> str:
+    text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", escape(text))
+    return re.sub(r"`(.+?)`", r"<code>\1</code>", text)
+
+
+def _paragraph(text: str) -> str:
+    """A paragraph, or a list where every line begins with a dash."""
+    lines = text.splitlines()
+    if all(line.startswith("- ") for line in lines):
+        return "<ul>" + "".join(f"<li>{_inline(line[2:])}</li>" for line in lines) + "</ul>"
+    return f"<p>{_inline(text)}</p>"
+
+
+_PAGE = """\
+<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$TITLE</title>
+<style>
+:root { color-scheme: light dark; }
+body { max-width: 62rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.55 system-ui, sans-serif; }
+h1 { line-height: 1.2; } h2 { margin-top: 2.5rem; border-top: 1px solid #8884; padding-top: 1.5rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .875rem; margin: .25rem 0 1.25rem; }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid #8884; text-align: left; vertical-align: top; }
+th { border-bottom-width: 2px; } .caption { margin-bottom: 0; font-weight: 600; }
+figure { margin: 1rem 0; } img { max-width: 100%; background: #fff; border-radius: 4px; }
+figcaption { font-size: .875rem; opacity: .8; } code { font-size: .9em; background: #8882; padding: 0 .25em; }
+</style></head><body>
+$BODY
+</body></html>
+"""

@@ -1,0 +1,328 @@
+r"""The paper's experiments, each a plain function of a `Setup` that returns plain JSON values.
+
+They stand on what the other rooms do: `comparison` draws and judges, `importance` sets models side by side, `search`
+tries schedules, `bench` holds the clock. Here is only which of it makes up which table or figure, how large it is at
+each scale, and what can be said of it with intervals. Samples go through the store, so an interrupted experiment goes
+on where it was.
+
+Everything is paired: a row has the same plan under every schedule. `contrasts` keeps what later verdicts need of that
+(differences of log-perplexity between any two schedules, with 95% intervals) before the rows themselves are dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import combinations, pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from relaylm import metrics, paper
+from relaylm.bound import spread_rows
+from relaylm.comparison import compare
+from relaylm.importance import importance
+from relaylm.sampler import sample
+from relaylm.schedule import Schedule, Segment
+
+if TYPE_CHECKING:
+    from relaylm.family import Family
+    from relaylm.store import Store
+
+STRETCHES = 8  # of the time axis, in `strides`
+SPARSE = 4  # there a stretch has one step where there were so many
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large everything is. `length` None is the family's own."""
+
+    name: str
+    length: int | None
+    samples: int  # of each schedule
+    search_samples: int  # of each of the 210
+    confirm: int  # fresh samples of the search's best
+    sequences: int  # at each timestep
+    timesteps: int
+    shares: tuple[int, ...]  # light steps, per cent
+    timed_rows: int  # of the wall-clock runs, engine and MDLM's sampler
+    precision_samples: int
+    precision_steps: tuple[int, ...]
+    stride_samples: int
+    budgets: tuple[float, ...]  # shares of the all-heavy cost to save, for the tuner
+    recipe: str = "plain"  # of generative perplexity
+
+
+SCALES = {
+    "cpu": Scale("cpu", 64, 64, 16, 8, 64, 10, (0, 25, 50, 75, 100), 8, 16, (64, 256), 16, (0.2, 0.4)),
+    "gpu": Scale(
+        "gpu", None, 1600, 160, 400, 500, 20, tuple(range(0, 101, 10)), 256, 128, (256, 1024, 2048), 400,
+        (0.1, 0.2, 0.3, 0.4, 0.5),
+    ),
+    "paper": Scale(
+        "paper", None, 1600, 160, 1600, 500, 20, tuple(range(0, 101, 10)), 64, 160, (1000,), 400,
+        (0.1, 0.2, 0.3, 0.4, 0.5), "mdlm",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an experiment may use."""
+
+    family: Family
+    scale: Scale
+    store: Store | None = None
+    text: np.ndarray | None = None  # held-out tokens
+    second: Family | None = None  # of another corpus, short rows
+    second_text: np.ndarray | None = None
+    bpe: Family | None = None  # with a large vocabulary
+    stages: tuple[Family, ...] = ()  # one pair at several stages of its training
+    judge: Any = None
+    seed: int = 0
+    progress: bool = False
+    note: Callable[[str], None] = field(default=lambda text: None)
+
+    def length(self, family: Family | None = None) -> int:
+        whole = (family or self.family).length
+        return min(whole, self.scale.length or whole)
+
+    def steps(self, family: Family | None = None) -> int:
+        """T: as many steps as positions, at most the paper's 1,000."""
+        return min(1000, self.length(family))
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """`needs` says in a few words what is missing for it, or None; `paper` lists labels of the paper."""
+
+    name: str
+    title: str
+    paper: tuple[str, ...]
+    needs: Callable[[Setup], str | None]
+    run: Callable[[Setup], dict[str, Any]]
+
+
+# ------------------------------------------------------------------------------------------------ comparisons
+
+
+def depth_of(family: Family, name: str) -> int:
+    return int(getattr(family.models[name], "depth", 0))
+
+
+def lights(family: Family) -> list[str]:
+    """Every model but the heavy one, the smallest first."""
+    return [name for name in family.names if name != family.heavy]
+
+
+def judged(setup: Setup, schedules: Sequence[str | Schedule], family: Family | None = None, **options: Any) -> Any:
+    """`compare` at this scale, contrasts added and single rows dropped."""
+    chosen = family or setup.family
+    given = "prompts" in options
+    result = compare(
+        chosen,
+        schedules,
+        options.pop("n", setup.scale.samples),
+        steps=options.pop("steps", setup.steps(chosen)),
+        length=None if given else setup.length(chosen),
+        seed=setup.seed,
+        judge=setup.judge,
+        recipe=setup.scale.recipe,
+        store=setup.store,
+        progress=setup.progress,
+        **options,
+    )
+    return {**{k: v for k, v in result.items() if k not in ("samples_needed", "store_notes")}, **contrasts(result)}
+
+
+def contrasts(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of the single samples: each pair of schedules that were asked for, and the middle of the trajectory
+    against its ends. Differences are in mean log-perplexity; `rows` come back without their single values."""
+    log_by = {row["schedule"]: numbers(row["log_ppls"]) for row in result["rows"]}
+    asked = [row["schedule"] for row in result["rows"] if row["kind"] == "asked"]
+    pairs = [
+        {"first": a, "second": b, **_difference(log_by[a] - log_by[b])} for a, b in combinations(asked, 2)
+    ]  # fmt: skip
+    out: dict[str, Any] = {"contrasts": pairs}
+    quarters = [f"quarter:{k}" for k in (1, 2, 3, 4)]
+    if set(quarters) <= set(asked):
+        q1, q2, q3, q4 = (log_by[name] for name in quarters)
+        out["middle_minus_ends"] = _difference((q2 + q3) / 2 - (q1 + q4) / 2)
+    out["rows"] = [{k: v for k, v in row.items() if k != "log_ppls"} for row in result["rows"]]
+    return out
+
+
+def _difference(d_n: np.ndarray) -> dict[str, Any]:
+    d = d_n[np.isfinite(d_n)]
+    if len(d) < 2:
+        return {"difference": None, "ci": [None, None], "error": None, "rows": len(d)}
+    mean, low, high = (float(v) for v in metrics.mean_interval(d))
+    error = float(d.std(ddof=1)) / math.sqrt(len(d))
+    return {"difference": mean, "ci": [metrics.finite(low), metrics.finite(high)], "error": error, "rows": len(d)}
+
+
+def numbers(values: Sequence[float | None]) -> np.ndarray:
+    return np.array([math.nan if value is None else value for value in values])
+
+
+def schedules(setup: Setup) -> dict[str, Any]:
+    """The seven hand-made schedules at 25% light steps for each light depth, with the equal-compute rivals."""
+    out = {}
+    for k, light in enumerate(lights(setup.family)):
+        setup.note(f"schedules with light {light}")
+        out[light] = judged(setup, paper.SCHEDULES, light=light, rivals=k == 0 or setup.scale.name != "cpu")
+    depths = {light: depth_of(setup.family, light) for light in out}
+    missing = [f"{d} blocks" for d in paper.DEPTHS if d != 12 and d not in depths.values()]
+    return {"by_light": out, "depths": depths, "heavy": setup.family.heavy, "missing": missing}
+
+
+def depths(setup: Setup) -> dict[str, Any]:
+    """The sandwich with light models of each depth (the samples are those of `schedules`)."""
+    family, heavy = setup.family, setup.family.heavy
+    by_name = {f"{name}:12.5% {heavy}:75% {name}:12.5%": name for name in lights(family)}
+    found = judged(setup, [*by_name, heavy], rivals=False)
+    rows = []
+    for row in found["rows"]:
+        if row["kind"] == "asked":
+            name = by_name.get(row["schedule"], heavy)
+            rows.append({**row, "light": name, "depth": depth_of(family, name)})
+    missing = [f"{d} blocks" for d in paper.DEPTHS if d not in [row["depth"] for row in rows]]
+    return {**found, "rows": rows, "missing": missing}
+
+
+def prefixes(setup: Setup) -> dict[str, Any]:
+    """The seven schedules after a prefix of an eighth and a quarter of the row."""
+    family, length, n = setup.family, setup.length(), setup.scale.samples
+    rows_nL, source = held_out_rows(setup, family, setup.text, n)
+    out = {}
+    for part in (8, 4):
+        given_nL = np.where(np.arange(length) < length // part, rows_nL, -1)
+        setup.note(f"prefixes of {length // part}")
+        out[str(length // part)] = judged(setup, paper.SCHEDULES, prompts=given_nL, rivals=False)
+    return {"by_prefix": out, "source": source}
+
+
+def held_out_rows(setup: Setup, family: Family, text: np.ndarray | None, n: int) -> tuple[np.ndarray, str]:
+    """n rows of held-out text, or of the heavy model's own writing where there is none."""
+    length = setup.length(family)
+    if text is not None:
+        rows = spread_rows(text, length, n)
+        return rows[np.arange(n) % len(rows)], "held-out text"
+    drawn = sample(family, "heavy", n, steps=setup.steps(family), seed=setup.seed + 1, given=np.full(length, -1))
+    return drawn.tokens, "samples of the heavy model, for want of a held-out text"
+
+
+# ------------------------------------------------------------------------------------------------ disagreement
+
+
+def disagreement(setup: Setup) -> dict[str, Any]:
+    """Loss difference and KL by timestep, each model against the heavy one, the twin's baseline taken off."""
+    return curves(setup, setup.family, setup.text)
+
+
+def curves(setup: Setup, family: Family, text: np.ndarray | None) -> dict[str, Any]:
+    found = importance(
+        family,
+        text,
+        states="data" if text is not None else "trajectory",
+        timesteps=setup.scale.timesteps,
+        sequences=setup.scale.sequences,
+        length=setup.length(family),
+        steps=setup.steps(family) if text is None else None,
+        seed=setup.seed,
+        progress=setup.progress,
+    )
+    missing = [] if family.heavy in family.twins else ["a twin of the heavy model"]
+    return {**found, "missing": missing if text is not None else [*missing, "held-out text"]}
+
+
+def second_corpus(setup: Setup) -> dict[str, Any]:
+    """Schedules and KL on another corpus with short rows, as the paper does with LM1B."""
+    assert setup.second is not None
+    return {
+        "schedules": judged(setup, paper.SCHEDULES, setup.second),
+        "disagreement": curves(setup, setup.second, setup.second_text),
+    }
+
+
+def training(setup: Setup) -> dict[str, Any]:
+    """Where the disagreement of one pair peaks at several stages of its training."""
+    stages = []
+    for family in setup.stages:
+        found = curves(setup, family, setup.text)
+        pair = found["pairs"][0]
+        tokens = (family.meta.get("training") or {}).get(pair["heavy"], {}).get("tokens")
+        stages.append({"family": family.name, "tokens": tokens, "twin": not found["missing"], "pair": pair})
+    return {"stages": sorted(stages, key=lambda stage: stage["tokens"] or 0)}
+
+
+# ------------------------------------------------------------------------------------------------ strides
+
+
+def strides(setup: Setup) -> dict[str, Any]:
+    """Which steps tolerate a smaller model, and which a larger stride: one stretch of time at a time, either the light
+    model there or the heavy one in a quarter of the steps."""
+    steps, n = setup.steps(), setup.scale.stride_samples
+    edges = [round(steps * j / STRETCHES) for j in range(STRETCHES + 1)]
+    tried: dict[str, tuple[str, int]] = {}
+    chosen: list[str | Schedule] = [f"H{steps}"]
+    for j, (start, stop) in enumerate(pairwise(edges)):
+        here = stop - start
+        for kind, model, count in (("light", "L", here), ("stride", "H", max(1, here // SPARSE))):
+            parts = [("H", start, start), (model, count, here), ("H", steps - stop, steps - stop)]
+            segments = (Segment(name, k, Fraction(width, steps)) for name, k, width in parts if k)
+            schedule = Schedule(tuple(segments))
+            tried[str(schedule.bind(*setup.family.roles()))] = (kind, j)
+            chosen.append(schedule.bind(*setup.family.roles()))
+    found = judged(setup, chosen, n=n, steps=None, rivals=False)
+    heavy = f"H{steps}"
+    by = {pair["second"]: pair for pair in found["contrasts"] if pair["first"] == heavy}
+    rows = {row["schedule"]: row for row in found["rows"]}
+    out = [
+        {
+            "kind": kind,
+            "stretch": j,
+            "from": 1 - edges[j] / steps,
+            "to": 1 - edges[j + 1] / steps,
+            "loss": None if by[text]["difference"] is None else -by[text]["difference"],
+            "ci": [None if v is None else -v for v in reversed(by[text]["ci"])],
+            "flops_saved": rows[text]["flops_saved"],
+        }
+        for text, (kind, j) in tried.items()
+    ]
+    return {"stretches": STRETCHES, "sparse": SPARSE, "n": n, "steps": steps, "rows": out}
+
+
+# ------------------------------------------------------------------------------------------------ search
+
+
+def all_210(setup: Setup) -> dict[str, Any]:
+    """Every placement of four light segments of ten, the best again on fresh samples."""
+    found = _search(setup, "exhaustive", light_segments=4, n=setup.scale.search_samples, confirm=setup.scale.confirm)
+    keep = ("name", "ppl", "ppl_ci", "log_ppl", "saved")
+    return {**found, "schedules": [{key: row[key] for key in keep} for row in found["schedules"]]}
+
+
+def tuner(setup: Setup) -> dict[str, Any]:
+    """What the tuner finds at each budget (models, steps and their density), beside the equal-compute rivals."""
+    return _search(setup, "tune", budget=list(setup.scale.budgets), rows=21 * setup.scale.search_samples)
+
+
+def _search(setup: Setup, method: str, **options: Any) -> dict[str, Any]:
+    from relaylm.schedule_search import search
+
+    setup.note(f"search: {method}")
+    return search(
+        setup.family,
+        method,
+        steps=setup.steps(),
+        length=setup.length(),
+        seed=setup.seed,
+        judge=setup.judge,
+        recipe=setup.scale.recipe,
+        store=setup.store,
+        progress=setup.progress,
+        **options,
+    )

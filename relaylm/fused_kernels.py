@@ -1,0 +1,376 @@
+r"""The training kernels behind `fused`, in Triton, and what launches them.
+
+Each does what one of `fused`'s functions needs beside the plain matrix products; the mathematics is there. Block sizes
+are constants, chosen by measurement: nothing is tuned while a run trains. Every sum has a fixed order.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+if importlib.util.find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+else:  # pragma: no cover - CPU builds of PyTorch come without Triton
+    triton = None
+
+# Set by measurement on an H200 at 65,536 tokens of width 256.
+ATTENTION = {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+ATTENTION_GRADIENT = {"BLOCK": 64, "STEP": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168}
+NORM = {"ELEMENTS": 2048, "PROGRAMS": 1056, "num_warps": 4}
+POINTWISE = {"BLOCK_M": 16, "BLOCK_N": 256, "PROGRAMS": 512, "num_warps": 8}
+LOG2_E = 1.4426950408889634
+PACK = {"ELEMENTS": 4096, "num_warps": 4}
+
+if triton is not None:
+
+    @triton.jit
+    def _add_norm_kernel(
+        x, branch, bias, weight, x_out, h, rows, width,
+        HAS_BRANCH: tl.constexpr, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    ):  # fmt: skip
+        row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        column = tl.arange(0, SIZE)
+        wide = column < width
+        inside = (row < rows)[:, None] & wide[None, :]
+        at = row[:, None] * width + column[None, :]
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BRANCH:
+            value += tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)
+            if HAS_BIAS:
+                value += tl.load(bias + column, mask=wide, other=0.0)[None, :]
+            rounded = value.to(x_out.dtype.element_ty)
+            tl.store(x_out + at, rounded, mask=inside)
+            value = rounded.to(tl.float32)  # what the backward pass will see
+        mean = tl.sum(value, axis=1) / width
+        centred = tl.where(inside, value - mean[:, None], 0.0)
+        variance = tl.sum(centred * centred, axis=1) / width
+        scaled = centred * tl.rsqrt(variance + 1e-5)[:, None] * tl.load(weight + column, mask=wide, other=0.0)[None, :]
+        tl.store(h + at, scaled.to(h.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _add_norm_gradient_kernel(
+        x, weight, dh, dx_after, dx, dbranch, sums, rows, width,
+        HAS_AFTER: tl.constexpr, BOTH: tl.constexpr, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    ):  # fmt: skip
+        """Each program takes every so many-th group of rows and leaves its share of the weight's gradient and, with a
+        bias, of that one's: sums (programs, 1 or 2, width)."""
+        column = tl.arange(0, SIZE)
+        wide = column < width
+        w = tl.load(weight + column, mask=wide, other=0.0)[None, :]
+        dweight = tl.zeros((ROWS, SIZE), tl.float32)
+        dbias = tl.zeros((ROWS, SIZE), tl.float32)
+        for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+            row = (first + tl.arange(0, ROWS)).to(tl.int64)
+            inside = (row < rows)[:, None] & wide[None, :]
+            at = row[:, None] * width + column[None, :]
+            value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            gradient = tl.load(dh + at, mask=inside, other=0.0).to(tl.float32)
+            mean = tl.sum(value, axis=1) / width
+            centred = tl.where(inside, value - mean[:, None], 0.0)
+            inverse = tl.rsqrt(tl.sum(centred * centred, axis=1) / width + 1e-5)[:, None]
+            normal = centred * inverse
+            dweight += gradient * normal
+            scaled = gradient * w
+            along = tl.sum(scaled * normal, axis=1)[:, None] / width
+            result = inverse * (scaled - tl.sum(scaled, axis=1)[:, None] / width - normal * along)
+            if HAS_AFTER:
+                result += tl.load(dx_after + at, mask=inside, other=0.0).to(tl.float32)
+            result = tl.where(inside, result, 0.0)
+            if HAS_BIAS:
+                dbias += result
+            tl.store(dx + at, result.to(dx.dtype.element_ty), mask=inside)
+            if BOTH:
+                tl.store(dbranch + at, result.to(dbranch.dtype.element_ty), mask=inside)
+        to = sums + tl.program_id(0) * width * (2 if HAS_BIAS else 1) + column
+        tl.store(to, tl.sum(dweight, axis=0), mask=wide)
+        if HAS_BIAS:
+            tl.store(to + width, tl.sum(dbias, axis=0), mask=wide)
+
+    @triton.jit
+    def _pack_kernel(
+        dq, dk, dv, out, cos, sin, total, length,
+        q_row, q_head, q_position, k_row, k_head, k_position, v_row, v_head, v_position,
+        HEADS: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
+    ):  # fmt: skip
+        """Gradients of rotated queries and keys, and of values, to the gradient of the matrix they came from."""
+        token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+        head = tl.arange(0, TILE)
+        pair = tl.arange(0, HALF)
+        row, position = token // length, token % length
+        real = (token < total)[:, None, None] & (head < HEADS)[None, :, None] & (pair >= 0)[None, None, :]
+        within = head[None, :, None] * (2 * HALF) + pair[None, None, :]
+        to = out + (token * (6 * HEADS * HALF))[:, None, None] + within
+        if tl.program_id(1) == 2:
+            at = (row * v_row + position * v_position)[:, None, None] + head[None, :, None] * v_head + pair
+            tl.store(to + 4 * HEADS * HALF, tl.load(dv + at, mask=real, other=0.0), mask=real)
+            tl.store(to + (4 * HEADS + 1) * HALF, tl.load(dv + at + HALF, mask=real, other=0.0), mask=real)
+        else:
+            if tl.program_id(1) == 0:
+                source = dq + (row * q_row + position * q_position)[:, None, None] + head[None, :, None] * q_head
+            else:
+                source = dk + (row * k_row + position * k_position)[:, None, None] + head[None, :, None] * k_head
+                to += 2 * HEADS * HALF
+            angle = (position * HALF)[:, None, None] + pair[None, None, :]
+            in_range = (token < total)[:, None, None] & (pair >= 0)[None, None, :]
+            c = tl.load(cos + angle, mask=in_range, other=0.0)
+            s = tl.load(sin + angle, mask=in_range, other=0.0)
+            first = tl.load(source + pair, mask=real, other=0.0).to(tl.float32)
+            second = tl.load(source + pair + HALF, mask=real, other=0.0).to(tl.float32)
+            tl.store(to, (first * c + second * s).to(out.dtype.element_ty), mask=real)
+            tl.store(to + HALF, (second * c - first * s).to(out.dtype.element_ty), mask=real)
+
+    @triton.jit
+    def _share(x):
+        """s(x), the share of x that GELU lets through."""
+        u = 0.7978845608028654 * x * (1.0 + 0.044715 * x * x)
+        return 1.0 / (1.0 + tl.exp2(u * -2.8853900817779268))  # 2 / ln 2
+
+    @triton.jit
+    def _slope(x):
+        s = _share(x)
+        return s + x * s * (1.0 - s) * (1.5957691216057308 + 0.2140644488 * x * x)  # 2 sqrt(2/pi) (1, 3 * 0.044715)
+
+    @triton.jit
+    def _gelu_kernel(
+        before, bias, value, sums, rows, N: tl.constexpr,
+        GRADIENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ):  # fmt: skip
+        """value = gelu(before + bias), or value *= slope(before + bias) and its sums over rows."""
+        column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        b = tl.load(bias + column, mask=column < N, other=0.0)[None, :]
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for first in range(tl.program_id(0) * BLOCK_M, rows, tl.num_programs(0) * BLOCK_M):
+            row = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
+            inside = (row < rows)[:, None] & (column < N)[None, :]
+            at = row[:, None] * N + column[None, :]
+            x = tl.load(before + at, mask=inside, other=0.0).to(tl.float32) + b
+            x = x.to(value.dtype.element_ty).to(tl.float32)
+            if GRADIENT:
+                result = tl.load(value + at, mask=inside, other=0.0).to(tl.float32) * _slope(x)
+                total += result
+            else:
+                result = x * _share(x)
+            tl.store(value + at, result.to(value.dtype.element_ty), mask=inside)
+        if GRADIENT:
+            tl.store(sums + tl.program_id(0) * N + column, tl.sum(total, axis=0), mask=column < N)
+
+    @triton.jit
+    def _rows_of(matrix, position, STRIDE: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
+        """Rows of a matrix given as pointers to its first row (1, d); zeros beyond LENGTH."""
+        if LENGTH % BLOCK == 0:
+            return tl.load(matrix + position[:, None] * STRIDE)
+        return tl.load(matrix + position[:, None] * STRIDE, mask=(position < LENGTH)[:, None], other=0.0)
+
+    @triton.jit
+    def _attention_kernel(
+        qkv, out, normaliser, scale, LENGTH: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+        CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    ):  # fmt: skip
+        """Attention of a block of queries of one head, scores in powers of two (scale = 1 / (sqrt(d) ln 2))."""
+        first = tl.program_id(0) * BLOCK_Q
+        row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+        query, column = first + tl.arange(0, BLOCK_Q), tl.arange(0, DIM)
+        width: tl.constexpr = HEADS * DIM
+        base = qkv + row.to(tl.int64) * (LENGTH * 3 * width) + head * DIM + column[None, :]
+        q = _rows_of(base, query, 3 * width, LENGTH, BLOCK_Q)
+        largest = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
+        total = tl.zeros((BLOCK_Q,), tl.float32)
+        result = tl.zeros((BLOCK_Q, DIM), tl.float32)
+        end = tl.minimum(first + BLOCK_Q, LENGTH) if CAUSAL else LENGTH
+        for start in range(0, end, BLOCK_K):
+            key = start + tl.arange(0, BLOCK_K)
+            k = _rows_of(base + width, key, 3 * width, LENGTH, BLOCK_K)
+            v = _rows_of(base + 2 * width, key, 3 * width, LENGTH, BLOCK_K)
+            score = tl.dot(q, tl.trans(k)) * scale
+            if LENGTH % BLOCK_K != 0:
+                score = tl.where((key < LENGTH)[None, :], score, -float("inf"))
+            if CAUSAL:
+                score = tl.where(key[None, :] <= query[:, None], score, -float("inf"))
+            now = tl.maximum(largest, tl.max(score, axis=1))
+            p = tl.exp2(score - now[:, None])
+            shrink = tl.exp2(largest - now)
+            total = total * shrink + tl.sum(p, axis=1)
+            result = tl.dot(p.to(v.dtype), v, result * shrink[:, None])
+            largest = now
+        at = (row.to(tl.int64) * LENGTH + query)[:, None] * width + head * DIM + column[None, :]
+        tl.store(out + at, (result / total[:, None]).to(out.dtype.element_ty), mask=(query < LENGTH)[:, None])
+        tl.store(normaliser + tl.program_id(1) * LENGTH + query, largest + tl.log2(total), mask=query < LENGTH)
+
+    @triton.jit
+    def _store_unrotated(to, gradient, cos, sin, position, LENGTH: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr):
+        """The gradient (N, DIM) of rotated queries or keys, turned back, to rows `to` (N, 1)."""
+        half: tl.constexpr = DIM // 2
+        pair = tl.arange(0, half)
+        inside = (position < LENGTH)[:, None] & (pair >= 0)[None, :]
+        c = tl.load(cos + position[:, None] * half + pair[None, :], mask=inside, other=0.0)
+        s = tl.load(sin + position[:, None] * half + pair[None, :], mask=inside, other=0.0)
+        first, second = tl.split(tl.permute(tl.reshape(gradient, (N, 2, half)), (0, 2, 1)))
+        tl.store(to + pair[None, :], (first * c + second * s).to(to.dtype.element_ty), mask=inside)
+        tl.store(to + half + pair[None, :], (second * c - first * s).to(to.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _attention_gradient_kernel(
+        qkv, out, normaliser, dout, dqkv, cos, sin, scale, unit, LENGTH: tl.constexpr, HEADS: tl.constexpr,
+        DIM: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    ):  # fmt: skip
+        """dk and dv of a block of keys of one head, or (second half of the programs) dq of a block of queries.
+
+        Queries beyond the row have an infinite normaliser, so probability 0; keys beyond it are zeros, and what they
+        get is not stored. `unit` is 1 / sqrt(d).
+        """
+        blocks: tl.constexpr = (LENGTH + BLOCK - 1) // BLOCK
+        first = tl.program_id(0) % blocks * BLOCK
+        row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+        own, column = first + tl.arange(0, BLOCK), tl.arange(0, DIM)
+        width: tl.constexpr = HEADS * DIM
+        base = qkv + row.to(tl.int64) * (LENGTH * 3 * width) + head * DIM + column[None, :]
+        out += row.to(tl.int64) * (LENGTH * width) + head * DIM
+        dout += row.to(tl.int64) * (LENGTH * width) + head * DIM
+        normaliser += tl.program_id(1) * LENGTH
+        to = dqkv + row.to(tl.int64) * (LENGTH * 3 * width) + own[:, None] * (3 * width) + head * DIM
+        if tl.program_id(0) < blocks:
+            own_k = _rows_of(base + width, own, 3 * width, LENGTH, BLOCK)
+            own_v = _rows_of(base + 2 * width, own, 3 * width, LENGTH, BLOCK)
+            dk = tl.zeros((BLOCK, DIM), tl.float32)
+            dv = tl.zeros((BLOCK, DIM), tl.float32)
+            begin = first // STEP * STEP if CAUSAL else 0
+            for start in range(begin, LENGTH, STEP):
+                query = start + tl.arange(0, STEP)
+                q = _rows_of(base, query, 3 * width, LENGTH, STEP)
+                do = _rows_of(dout + column[None, :], query, width, LENGTH, STEP)
+                o = _rows_of(out + column[None, :], query, width, LENGTH, STEP)
+                log_sum = tl.load(normaliser + query, mask=query < LENGTH, other=float("inf"))
+                inner = tl.sum(do.to(tl.float32) * o.to(tl.float32), axis=1)
+                p = tl.exp2(tl.dot(own_k, tl.trans(q)) * scale - log_sum[None, :])
+                if CAUSAL:
+                    p = tl.where(own[:, None] <= query[None, :], p, 0.0)
+                dv = tl.dot(p.to(do.dtype), do, dv)
+                ds = p * (tl.dot(own_v, tl.trans(do)) - inner[None, :])
+                dk = tl.dot(ds.to(q.dtype), q, dk)
+            _store_unrotated(to + width, dk * unit, cos, sin, own, LENGTH, DIM, BLOCK)
+            tl.store(to + 2 * width + column[None, :], dv.to(dqkv.dtype.element_ty), mask=(own < LENGTH)[:, None])
+        else:
+            own_q = _rows_of(base, own, 3 * width, LENGTH, BLOCK)
+            own_do = _rows_of(dout + column[None, :], own, width, LENGTH, BLOCK)
+            own_o = _rows_of(out + column[None, :], own, width, LENGTH, BLOCK)
+            own_log_sum = tl.load(normaliser + own, mask=own < LENGTH, other=float("inf"))
+            own_inner = tl.sum(own_do.to(tl.float32) * own_o.to(tl.float32), axis=1)
+            dq = tl.zeros((BLOCK, DIM), tl.float32)
+            end = tl.minimum(first + BLOCK, LENGTH) if CAUSAL else LENGTH
+            for start in range(0, end, STEP):
+                key = start + tl.arange(0, STEP)
+                k = _rows_of(base + width, key, 3 * width, LENGTH, STEP)
+                v = _rows_of(base + 2 * width, key, 3 * width, LENGTH, STEP)
+                p = tl.exp2(tl.dot(own_q, tl.trans(k)) * scale - own_log_sum[:, None])
+                if CAUSAL:
+                    p = tl.where(key[None, :] <= own[:, None], p, 0.0)
+                ds = p * (tl.dot(own_do, tl.trans(v)) - own_inner[:, None])
+                dq = tl.dot(ds.to(k.dtype), k, dq)
+            _store_unrotated(to, dq * unit, cos, sin, own, LENGTH, DIM, BLOCK)
+
+
+def add_norm(
+    x_MD: Tensor, branch_MD: Tensor | None, bias_D: Tensor | None, weight_D: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x + branch + bias in x's precision (x itself without a branch), and its LayerNorm in `dtype`."""
+    rows, width = x_MD.shape
+    size = triton.next_power_of_2(width)
+    together = max(1, NORM["ELEMENTS"] // size)
+    added = x_MD if branch_MD is None else torch.empty_like(x_MD)
+    h = torch.empty(x_MD.shape, dtype=dtype, device=x_MD.device)
+    _add_norm_kernel[(triton.cdiv(rows, together),)](
+        x_MD, branch_MD, bias_D, weight_D, added, h, rows, width,
+        HAS_BRANCH=branch_MD is not None, HAS_BIAS=bias_D is not None, SIZE=size, ROWS=together,
+        num_warps=NORM["num_warps"],
+    )  # fmt: skip
+    return added, h
+
+
+def add_norm_gradient(
+    x_MD: Tensor, weight_D: Tensor, dh_MD: Tensor, dx_MD: Tensor | None, branch: torch.dtype | None, has_bias: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Gradients of x, of the branch (in its precision; the same tensor if it is x's), of the bias, of the weight."""
+    rows, width = x_MD.shape
+    size = triton.next_power_of_2(width)
+    together = max(1, NORM["ELEMENTS"] // size)
+    programs = min(NORM["PROGRAMS"], triton.cdiv(rows, together))
+    dx = torch.empty_like(x_MD)
+    dbranch = None if branch is None else dx if branch == dx.dtype else torch.empty_like(x_MD, dtype=branch)
+    sums = torch.empty((programs, 2 if has_bias else 1, width), dtype=torch.float32, device=x_MD.device)
+    _add_norm_gradient_kernel[(programs,)](
+        x_MD, weight_D, dh_MD, dx_MD, dx, dbranch, sums, rows, width,
+        HAS_AFTER=dx_MD is not None, BOTH=dbranch is not None and dbranch is not dx, HAS_BIAS=has_bias,
+        SIZE=size, ROWS=together, num_warps=NORM["num_warps"],
+    )  # fmt: skip
+    total = sums.sum(0)
+    return dx, dbranch, total[1] if has_bias else None, total[0]
+
+
+def pack_rotated(dq: Tensor, dk: Tensor, dv: Tensor, cos_LR: Tensor, sin_LR: Tensor) -> Tensor:
+    """Gradients (B, heads, L, d) of rotated queries and keys and of values -> gradient (M, 3D) of the matrix."""
+    b, heads, length, dim = dq.shape
+    dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
+    out = torch.empty((b * length, 3 * heads * dim), dtype=dq.dtype, device=dq.device)
+    tile = triton.next_power_of_2(heads)
+    together = max(1, PACK["ELEMENTS"] // (tile * dim))
+    _pack_kernel[(triton.cdiv(b * length, together), 3)](
+        dq, dk, dv, out, cos_LR, sin_LR, b * length, length, *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
+        HEADS=heads, HALF=dim // 2, TOKENS=together, TILE=tile, num_warps=PACK["num_warps"],
+    )  # fmt: skip
+    return out
+
+
+def attention(qkv_BLX: Tensor, heads: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention (M, D) of rotated queries and keys, and log2 of the normalisers (B heads, L)."""
+    b, length, width = qkv_BLX.shape[0], qkv_BLX.shape[1], qkv_BLX.shape[2] // 3
+    dim = width // heads
+    out = torch.empty((b * length, width), dtype=qkv_BLX.dtype, device=qkv_BLX.device)
+    normaliser = torch.empty((b * heads, length), dtype=torch.float32, device=qkv_BLX.device)
+    _attention_kernel[(triton.cdiv(length, ATTENTION["BLOCK_Q"]), b * heads)](
+        qkv_BLX, out, normaliser, dim**-0.5 * LOG2_E,
+        LENGTH=length, HEADS=heads, DIM=dim, CAUSAL=causal, **ATTENTION,
+    )  # fmt: skip
+    return out, normaliser
+
+
+def attention_gradient(
+    qkv_BLX: Tensor, out_MD: Tensor, normaliser: Tensor, dout_MD: Tensor, cos: Tensor, sin: Tensor, heads: int,
+    causal: bool,
+) -> Tensor:  # fmt: skip
+    """Gradient (M, 3D) of the matrix before rotation."""
+    b, length, width = qkv_BLX.shape[0], qkv_BLX.shape[1], qkv_BLX.shape[2] // 3
+    dim = width // heads
+    dqkv = torch.empty((b * length, 3 * width), dtype=qkv_BLX.dtype, device=qkv_BLX.device)
+    _attention_gradient_kernel[(2 * triton.cdiv(length, ATTENTION_GRADIENT["BLOCK"]), b * heads)](
+        qkv_BLX, out_MD, normaliser, dout_MD, dqkv, cos, sin, dim**-0.5 * LOG2_E, dim**-0.5,
+        LENGTH=length, HEADS=heads, DIM=dim, CAUSAL=causal, **ATTENTION_GRADIENT,
+    )  # fmt: skip
+    return dqkv
+
+
+def gelu(before_MH: Tensor, bias_H: Tensor) -> Tensor:
+    """GELU(before + bias)."""
+    value = torch.empty_like(before_MH)
+    _gelu(before_MH, bias_H, value, gradient=False)
+    return value
+
+
+def gelu_gradient_(value_MH: Tensor, before_MH: Tensor, bias_H: Tensor) -> Tensor:
+    """Multiplies by GELU's slope at before + bias, in place, and returns the sum over tokens."""
+    return _gelu(before_MH, bias_H, value_MH, gradient=True).sum(0)
+
+
+def _gelu(before: Tensor, bias: Tensor, value: Tensor, gradient: bool) -> Tensor:
+    rows, hidden = before.shape
+    across = triton.cdiv(hidden, POINTWISE["BLOCK_N"])
+    down = min(triton.cdiv(POINTWISE["PROGRAMS"], across), triton.cdiv(rows, POINTWISE["BLOCK_M"]))
+    sums = torch.empty((down if gradient else 0, hidden), dtype=torch.float32, device=value.device)
+    _gelu_kernel[(down, across)](
+        before, bias, value, sums, rows, N=hidden, GRADIENT=gradient, BLOCK_M=POINTWISE["BLOCK_M"],
+        BLOCK_N=POINTWISE["BLOCK_N"], num_warps=POINTWISE["num_warps"],
+    )  # fmt: skip
+    return sums

@@ -1,0 +1,95 @@
+"""A family whose schedules have known losses, for searches: no network is run, but every call is counted."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+
+from relaylm.cost import Price
+from relaylm.denoiser import Architecture, Transformer
+from relaylm.family import Family
+from relaylm.judge import from_logits
+from relaylm.schedule import Schedule
+from relaylm.schedule_search import Problem
+from relaylm.tokenizer import Text8Tokenizer
+from relaylm.trials import Trials, add_calls
+
+VOCAB = 28
+Harm = Callable[[np.ndarray], np.ndarray]
+
+
+def network(depth: int, seed: int, length: int = 16, causal: bool = False) -> Transformer:
+    model = Transformer(Architecture(VOCAB, length, width=16, depth=depth, heads=2, causal=causal))
+    model.initialise(torch.Generator().manual_seed(seed)).eval().requires_grad_(False)
+    model.output_layer.linear.weight.data.normal_(0, 0.5, generator=torch.Generator().manual_seed(seed + 100))
+    return model
+
+
+def small_family(depths: Sequence[int] = (1, 3), length: int = 16) -> Family:
+    models = {f"{depth}b": network(depth, depth, length) for depth in depths}
+    family = Family(models, VOCAB - 1, VOCAB, length, Text8Tokenizer(), "toy")  # type: ignore[arg-type]
+    family.judge = network(2, 50, length, causal=True)
+    return family
+
+
+@dataclass
+class Oracle(Trials):
+    """Rows whose log-perplexity is 2 + the schedule's true loss + noise of the row + noise of the row under it."""
+
+    harm: Mapping[str, Harm] = field(default_factory=dict)  # by model, for a unit of time, at time t
+    rough: float = 0.0  # what a step of size d adds is rough * d^2
+    sd: float = 0.02
+    asked: list[Schedule] = field(default_factory=list)
+
+    def true_loss(self, schedule: Schedule) -> float:
+        table = schedule.timetable()
+        edges = np.array(table.times)
+        middle, size = (edges[1:] + edges[:-1]) / 2, -np.diff(edges)
+        harm = np.array(
+            [float(self.harm[name](np.array([t]))[0]) for name, t in zip(table.models, middle, strict=True)]
+        )
+        return float((harm * size).sum() + self.rough * (size**2).sum())
+
+    def check(self, schedule: Schedule, first: int, rows: int) -> bool:
+        return True  # there are no tokens
+
+    def _draw(self, chunks: Any, what: str) -> None:
+        for chunk in chunks:
+            self.check_time()
+            schedules = list(chunk.schedules.values())
+            self.asked += schedules
+            calls = {self.heavy: round(chunk.rows * self.expected_calls(schedules))}
+            add_calls(self.spent.made, calls)
+            add_calls(self.spent.now, calls)
+            for law, schedule in chunk.schedules.items():
+                loss = self.true_loss(schedule)
+                self.hashes[law, chunk.first, chunk.rows] = ""
+                for row in range(chunk.first, chunk.first + chunk.rows):
+                    common = np.random.default_rng([self.seed, row]).normal()
+                    own = np.random.default_rng([self.seed, row, zlib.crc32(law.encode())]).normal()
+                    self.log_ppl.setdefault(law, {})[row] = 2.0 + 0.2 * common + loss + self.sd * own
+
+
+def oracle_problem(
+    depths: Sequence[int] = (4, 12),
+    steps: int = 40,
+    segments: int = 10,
+    densities: Sequence[Fraction] = (Fraction(1),),
+    **options: Any,
+) -> Problem:
+    family = small_family((1, 3), 64)  # for its device and the like; its networks are not asked
+    names = tuple(f"{depth}b" for depth in depths)
+    judge = from_logits(family.judge, "oracle")
+    given = np.full((1, 64), -1)
+    trials = Oracle(family, judge, given, names[-1], batch=64, **options)
+    prices = {name: Price(float(depth)) for name, depth in zip(names, depths, strict=True)}
+    free = np.array([64])
+    return Problem(
+        family, trials, names[0], names[-1], names, steps, segments, tuple(densities), "blocks", prices, free
+    )

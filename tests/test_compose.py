@@ -1,0 +1,226 @@
+"""The grid rule x steps x schedule: its cells are plain samples, its arithmetic is what it says, and it resumes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from relaylm import cli, compose_view
+from relaylm.compose import _combine, answer, cells, compose, kind_of, pareto
+from relaylm.denoiser import Architecture, Transformer
+from relaylm.errors import UserError
+from relaylm.family import Family
+from relaylm.judge import load_judge, score
+from relaylm.sampler import sample
+from relaylm.store import Store
+from relaylm.tokenizer import Text8Tokenizer
+
+ROOT = Path(__file__).parent.parent
+RULES = ["ancestral", "low-confidence:4", "threshold:0.5", "threshold:0.05", "ancestral@0.8"]
+
+
+def network(depth: int, causal: bool = False) -> Transformer:
+    model = Transformer(Architecture(28, 12, width=16, depth=depth, heads=2, causal=causal))
+    model.initialise(torch.Generator().manual_seed(depth)).eval().requires_grad_(False)
+    model.output_layer.linear.weight.data.normal_(0, 0.7, generator=torch.Generator().manual_seed(depth))
+    return model
+
+
+@pytest.fixture(scope="module")
+def family() -> Family:
+    family = Family({f"{d}b": network(d) for d in (1, 2, 3)}, 27, 28, 12, Text8Tokenizer(), "toy")
+    family.judge = network(1, causal=True)
+    return family
+
+
+@pytest.fixture(scope="module")
+def result(family: Family) -> dict[str, Any]:
+    return compose(family, RULES, (3, 12), None, 10, progress=False, seed=4)
+
+
+def test_the_grid_has_every_cell_once(family: Family, result: dict[str, Any]) -> None:
+    schedules = ["heavy", "sandwich:25%", "sandwich:50%", "2b", "light"]
+    found = [(row["line"], row["dial"], row["schedule"]) for row in result["rows"]]
+    expected = [
+        (line, dial, schedule)
+        for line, dials in (
+            ("ancestral", ("T=12", "T=3")),
+            ("low-confidence:4", ("T=12", "T=3")),
+            ("threshold", ("0.5", "0.05")),
+            ("ancestral@0.8", ("T=12", "T=3")),
+        )
+        for dial in dials
+        for schedule in schedules
+    ]
+    assert sorted(found) == sorted(expected)
+    assert [cell.label for cell in cells(family, ["ancestral"], (3,), ["light"], "1b", "3b")] == ["heavy", "light"]
+
+
+def test_a_cell_is_a_plain_sample_judged(family: Family, result: dict[str, Any]) -> None:
+    row = next(
+        r for r in result["rows"] if (r["rule"], r["dial"], r["schedule"]) == ("threshold:0.05", "0.05", "light")
+    )
+    samples = sample(family, "light", 10, rule="threshold:0.05", seed=4)
+    scores = score(load_judge(None, family), samples.tokens, samples.texts)
+    assert row["gen_ppl"] == pytest.approx(np.exp(scores.written_nll_n / scores.written_count_n).mean())
+    assert row["calls"] == samples.cost.total_calls and row["flops"] == samples.cost.flops
+    assert not row["exact"] and row["seconds"] > 0
+    nucleus = next(r for r in result["rows"] if (r["line"], r["dial"], r["schedule"]) == ("ancestral@0.8", "T=3", "2b"))
+    own = sample(family, "2b", 10, rule="ancestral", steps=3, top_p=0.8, seed=4)
+    scores = score(load_judge(None, family), own.tokens, own.texts)
+    assert nucleus["log_ppl"] == pytest.approx((scores.written_nll_n / scores.written_count_n).mean())
+    json.dumps(result, allow_nan=False)
+    assert {"command", "machine", "versions", "seed", "commit"} <= set(result)
+
+
+def test_combinations_by_hand(family: Family, result: dict[str, Any]) -> None:
+    def log_n(rule: str, steps: int, schedule: str) -> np.ndarray:
+        samples = sample(family, schedule, 10, rule=rule, steps=steps, seed=4)
+        scores = score(load_judge(None, family), samples.tokens, samples.texts)
+        return np.asarray(scores.written_nll_n / scores.written_count_n)
+
+    item = next(c for c in result["combinations"] if (c["line"], c["schedule"]) == ("low-confidence:4", "sandwich:50%"))
+    rows = {(r["line"], r["dial"], r["schedule"]): r for r in result["rows"]}
+
+    def flops(dial: str, schedule: str) -> float:
+        return float(rows["low-confidence:4", dial, schedule]["flops"])
+
+    most = flops("T=12", "heavy")
+    assert item["flops"]["both"] == pytest.approx(flops("T=3", "sandwich:50%") / most)
+    assert item["flops"]["product"] == pytest.approx(
+        flops("T=3", "heavy") / most * flops("T=12", "sandwich:50%") / most
+    )
+    neither, both = log_n("low-confidence:4", 12, "heavy"), log_n("low-confidence:4", 3, "sandwich:50%")
+    fewer, scheduled = log_n("low-confidence:4", 3, "heavy"), log_n("low-confidence:4", 12, "sandwich:50%")
+    assert item["loss"]["both"]["value"] == pytest.approx((both - neither).mean(), abs=1e-5)
+    assert item["interaction"]["value"] == pytest.approx((both - fewer - scheduled + neither).mean(), abs=1e-5)
+    spread = (both - fewer - scheduled + neither).std(ddof=1) / math.sqrt(10)
+    low, high = item["interaction"]["ci"]
+    assert (high - low) / 2 == pytest.approx(2.262157 * spread, rel=1e-4)  # Student's t with 9 degrees of freedom
+    assert item["neither"] == "T=12" and item["dial"] == "T=3"
+    # At T = 2 the 25% sandwich has no light step: it is the heavy model, and no combination.
+    short = compose(family, ["ancestral"], (2, 8), ["sandwich:25%"], 2, progress=False)
+    assert len(short["rows"]) == 4 and short["combinations"] == [] and "Nothing was combined" in short["answer"]
+    # A rule that finds its own steps has its dearer number as the line's end.
+    ends = {c["neither"] for c in result["combinations"] if c["line"] == "threshold"}
+    assert ends == {"0.5"} and rows["threshold", "0.5", "heavy"]["flops"] > rows["threshold", "0.05", "heavy"]["flops"]
+
+
+def test_words_for_losses_that_overlap_compound_or_add() -> None:
+    places = (("T=8", "heavy", 100.0), ("T=8", "light", 50.0), ("T=2", "heavy", 20.0), ("T=2", "light", 10.0))
+    rows = [{"line": "x", "dial": d, "schedule": s, "flops": f} for d, s, f in places]
+    rng = np.random.default_rng(0)
+    base = [np.zeros(400), np.full(400, 0.5), np.full(400, 0.3)]
+
+    def item(both: float) -> dict[str, Any]:
+        per_row = [{"log_ppl": x + rng.normal(0, 0.01, 400), "entropy": x} for x in [*base, np.full(400, both)]]
+        return _combine(rows, per_row, 0, 1, 2, 3)
+
+    for both, kind in ((0.6, "overlap"), (0.8, "add"), (1.0, "compound")):
+        found = item(both)
+        assert kind_of(found) == kind
+        assert found["flops"]["product"] == pytest.approx(0.1) == found["flops"]["both"]
+        assert found["entropy_interaction"]["value"] == pytest.approx(both - 0.8)
+        assert "savings multiply to within 0.0%" in answer([found])
+        assert (kind if kind != "add" else "add up as far as can be told") in answer([found])
+    assert "Nothing was combined" in answer([])
+
+
+def test_pareto_front_by_brute_force() -> None:
+    rng = np.random.default_rng(1)
+    rows = [
+        {"flops": f, "log_ppl": p, "entropy": e} for f, p, e in rng.integers(1, 6, size=(40, 3)).astype(float).tolist()
+    ]
+    for row, on_front in zip(rows, pareto(rows), strict=True):
+        beaten = any(
+            other["flops"] <= row["flops"]
+            and other["log_ppl"] <= row["log_ppl"]
+            and other["entropy"] >= row["entropy"]
+            and (other["flops"], other["log_ppl"], other["entropy"]) != (row["flops"], row["log_ppl"], row["entropy"])
+            for other in rows
+        )
+        assert on_front == (not beaten)
+
+
+def test_a_store_resumes(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import relaylm.compose as module
+
+    first = compose(family, ["ancestral", "random"], (3,), ["light"], 5, store=tmp_path / "s", progress=False)
+    assert len(Store(tmp_path / "s")) == 4
+    drawn: list[str] = []
+    original = module.sample
+
+    def counted(family: Family, schedule: Any, n: int, **options: Any) -> Any:
+        drawn.append(str(schedule))
+        return original(family, schedule, n, **options)
+
+    monkeypatch.setattr(module, "sample", counted)
+    again = compose(family, ["ancestral", "random"], (3, 6), ["light"], 5, store=tmp_path / "s", progress=False)
+    assert len(drawn) == 4  # T = 6 alone
+    known = {(row["rule"], row["dial"], row["schedule"]): row["gen_ppl"] for row in again["rows"]}
+    assert all(known[row["rule"], row["dial"], row["schedule"]] == row["gen_ppl"] for row in first["rows"])
+    compose(family, ["ancestral"], (3,), ["light"], 5, store=tmp_path / "s", progress=False, seed=1)
+    assert len(drawn) == 6  # another seed is another grid
+
+
+def test_tables_marks_and_figures(result: dict[str, Any], tmp_path: Path) -> None:
+    shown = compose_view.render(result)
+    assert shown.startswith(result["answer"]) and shown.count("\n") == len(result["rows"]) + 4
+    assert sum(line.startswith("*") for line in shown.splitlines()) == 1 + sum(row["front"] for row in result["rows"])
+    document = tmp_path / "page.md"
+    document.write_text("# Page\n\ntext\n")
+    compose_view.put_into(result, document)
+    once = document.read_text()
+    assert once.startswith("# Page\n\ntext\n\n<!-- compose toy: begin -->\n### toy") and once.endswith("end -->\n")
+    compose_view.put_into({**result, "answer": "changed."}, document)
+    assert "changed." in document.read_text() and result["answer"] not in document.read_text()
+    compose_view.put_into(result, document)
+    assert document.read_text() == once
+    drawn = compose_view.plot(result, tmp_path / "grid.png")
+    assert [path.name for path in drawn] == ["grid.png", "grid-both.png"]
+    assert all(path.stat().st_size > 20_000 for path in drawn)
+
+
+def test_the_command_and_its_recorded_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], family: Family) -> None:
+    from relaylm.family_folder import save_family
+
+    save_family(tmp_path / "toy", family.models, family.tokenizer, length=12, name="toy", judge=family.judge)
+    target, page = tmp_path / "grid.json", tmp_path / "page.md"
+    words = ["--rules", "ancestral,threshold:0.3", "--steps", "2,4", "--schedules", "light", "-n", "3"]
+    assert cli.main(["compose", "--family", str(tmp_path / "toy"), *words, "--json", str(target)]) == 0
+    shown = capsys.readouterr().out
+    recorded = ["compose", "--recorded", str(target), "--markdown", str(page)]
+    assert cli.main(recorded) == 0 and capsys.readouterr().out == shown and "| ancestral |" in page.read_text()
+    (tmp_path / "other.json").write_text("{}")
+    assert cli.main(["compose", "--recorded", str(tmp_path / "other.json")]) == 2
+    assert "is not what" in capsys.readouterr().err
+    folder = str(tmp_path / "toy")
+    for flags, word in (
+        (["--rules", "nonsense"], "the rules are"),
+        (["--rules", "ancestral@x"], "nucleus"),
+        (["--schedules", "L4 H4"], "in percent"),
+        (["--steps", "0"], "whole number"),
+    ):
+        assert cli.main(["compose", "--family", folder, *flags]) == 2
+        message = capsys.readouterr().err
+        assert word in message and message.count("\n") == 1
+
+
+def test_bad_grids_are_refused(family: Family) -> None:
+    with pytest.raises(UserError, match="at least 2"):
+        compose(family, n=1, progress=False)
+    with pytest.raises(UserError, match="at least one rule"):
+        compose(family, [], progress=False)
+
+
+def test_documents_have_what_was_recorded() -> None:
+    """Where a grid is recorded under results/compose, its tables in docs/decoding.md are made from it."""
+    page = (ROOT / "docs" / "decoding.md").read_text(encoding="utf-8")
+    for file in sorted((ROOT / "results" / "compose").glob("*.json")):
+        assert compose_view.markdown(json.loads(file.read_text())) in page, f"relaylm compose --recorded {file} ..."

@@ -1,0 +1,223 @@
+"""The training kernels against the plain network: the final norm and every gradient.
+
+Without a GPU this needs Triton's interpreter (TRITON_INTERPRET=1), which computes in float32 and so shows errors of
+1e-6. `python tests/test_fused.py` on CUDA runs everything in bfloat16, prints the errors, and needs no test tools.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relaylm import fused, fused_kernels, kernels
+from relaylm.denoiser import Architecture, Transformer
+from relaylm.objective import Objective
+from relaylm.recipe import Recipe
+
+INTERPRETED = kernels.available() and os.environ.get("TRITON_INTERPRET") == "1"
+ON_CUDA = torch.cuda.is_available() and kernels.available() and not INTERPRETED
+DEVICE = "cuda" if ON_CUDA else "cpu"
+
+try:
+    import pytest
+
+    pytestmark = pytest.mark.skipif(not (INTERPRETED or ON_CUDA), reason="needs CUDA, or Triton's interpreter")
+except ModuleNotFoundError:  # run as a script on a machine without test tools: decorators that do nothing
+    from unittest.mock import MagicMock
+
+    pytest = MagicMock()
+    pytest.fixture = lambda *_, **__: lambda function: function
+    pytest.mark.parametrize = lambda *_, **__: lambda function: function
+
+if INTERPRETED:  # its loops take one-element arrays for numbers, which newer NumPys refuse
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_index
+
+PLAIN = Architecture(vocab_size=30, length=40, width=64, depth=2, heads=2)
+# name: (architecture, rows)
+CASES = {
+    "two blocks": (PLAIN, 3),
+    "four blocks": (replace(PLAIN, depth=4), 2),
+    "width 224, 7 heads of 32, length 37": (replace(PLAIN, width=224, heads=7, depth=1, length=37), 2),
+    "4 heads of 64": (replace(PLAIN, width=256, heads=4, depth=1, length=17), 2),
+    "causal, longer than a block": (replace(PLAIN, length=150, depth=1, causal=True, mlp_ratio=3), 2),
+    "longer than two blocks": (replace(PLAIN, length=261, depth=1, heads=4), 1),
+    "ratio 3": (replace(PLAIN, mlp_ratio=3), 3),
+    "large vocabulary": (replace(PLAIN, vocab_size=700), 3),
+    "one token": (replace(PLAIN, length=1, depth=1), 1),
+}
+if ON_CUDA:
+    CASES["as trained, 256"] = (Architecture(28, 256, 256, 12, 4), 64)
+    CASES["as trained, 224"] = (Architecture(28, 256, 224, 12, 7), 64)
+    CASES["as trained, 768"] = (Architecture(50258, 1024, 768, 2, 12), 4)
+
+
+@pytest.fixture(autouse=True)
+def _settings_come_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("OWN_ATTENTION_UP_TO", "SMALL_VOCABULARY"):
+        monkeypatch.setattr(fused, name, getattr(fused, name))
+    yield
+
+
+def network(architecture: Architecture, dtype: torch.dtype = torch.float32) -> Transformer:
+    """Weights at which every part matters: no ones, no zeros."""
+    generator = torch.Generator().manual_seed(0)
+    model = Transformer(architecture).initialise(generator)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model.to(DEVICE, dtype)
+
+
+def inputs(architecture: Architecture, rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, architecture.vocab_size, (rows, architecture.length), generator=generator)
+    gradient = torch.randn(rows, architecture.length, architecture.width, generator=generator)
+    return tokens.to(DEVICE), gradient.to(DEVICE)
+
+
+def found(model: Transformer, h: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    h.backward(gradient.to(h.dtype))
+    gradients = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    return {"h": h.detach().double(), **gradients}
+
+
+def plain(architecture: Architecture, rows: int, dtype: torch.dtype, autocast: bool = False) -> dict[str, Tensor]:
+    model, (tokens, gradient) = network(architecture, dtype), inputs(architecture, rows)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=autocast):
+        h = model.output_layer.norm_final(model.hidden_at(tokens, torch.ones(rows, device=DEVICE), None))
+    return found(model, h, gradient)
+
+
+def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    assert got.keys() == want.keys()
+    return {name: float((got[name] - value).norm() / value.norm()) for name, value in want.items()}
+
+
+def measured(name: str, residual: torch.dtype, own: bool) -> dict[str, tuple[float, float]]:
+    """How far the final norm and each gradient are from float64, and how far they may be. In bfloat16 the yardstick is
+    what plain autocast, with a float32 stream, is off by."""
+    architecture, rows = CASES[name]
+    fused.OWN_ATTENTION_UP_TO = 1 << 20 if own else 0
+    model, (tokens, gradient) = network(architecture), inputs(architecture, rows)
+    computed = torch.bfloat16 if ON_CUDA else torch.float32
+    made = fused.trunk(model, tokens, residual, computed)
+    assert made.dtype == computed
+    off = errors(found(model, made, gradient), want := plain(architecture, rows, torch.float64))
+    if computed == torch.float32:
+        allowed = dict.fromkeys(want, 3e-06 if residual == torch.float32 else 0.03)
+    else:
+        usual = errors(plain(architecture, rows, torch.float32, autocast=True), want)
+        factor = 1.5 if residual == torch.float32 else 3.0
+        allowed = {key: factor * max(usual[key], 0.004) for key in want}
+    return {key: (off[key], allowed[key]) for key in want}
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_final_norm_and_gradients(name: str, residual: torch.dtype, own: bool) -> None:
+    found = measured(name, residual, own)
+    assert all(off < allowed for off, allowed in found.values()), found
+
+
+def test_twice_the_same_bits() -> None:
+    """No sum depends on the order in which programs finish."""
+    architecture, rows = CASES["width 224, 7 heads of 32, length 37"]
+    made = []
+    for _ in range(2):
+        model, (tokens, gradient) = network(architecture), inputs(architecture, rows)
+        made.append(
+            found(model, fused.trunk(model, tokens, dtype=torch.bfloat16 if ON_CUDA else torch.float32), gradient)
+        )
+    assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
+
+
+def test_packed_gradients_of_any_layout() -> None:
+    """(B, heads, L, d) in memory, (B, L, heads, d), and one whose last dimension is not contiguous."""
+    generator = torch.Generator().manual_seed(0)
+    b, heads, length, dim = 2, 3, 9, 16
+    dq, dk, dv = torch.randn(3, b, heads, length, dim, generator=generator).to(DEVICE)
+    angle = torch.randn(length, dim // 2, generator=generator).to(DEVICE)
+    cos, sin = angle.cos(), angle.sin()
+    qkv = torch.zeros(b, length, 3 * heads * dim, device=DEVICE)
+    want = []
+    for gradient, turned in ((dq, True), (dk, True), (dv, False)):
+        first, second = gradient.chunk(2, dim=-1)
+        back = torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1) if turned else gradient
+        want.append(back.transpose(1, 2).flatten(2))
+    layouts = (
+        dq,
+        dk.transpose(1, 2).contiguous().transpose(1, 2),
+        dv.transpose(-1, -2).contiguous().transpose(-1, -2),
+    )
+    got = fused_kernels.pack_rotated(*layouts, cos, sin).view_as(qkv)
+    assert torch.allclose(got, torch.cat(want, dim=-1), atol=1e-6)
+
+
+def test_where_it_applies() -> None:
+    assert fused.applies(network(PLAIN)) == ON_CUDA
+    assert not fused.applies(network(replace(PLAIN, adaln=True)))
+    assert not fused.applies(network(replace(PLAIN, qkv_bias=True)))
+    assert not fused.applies(network(replace(PLAIN, width=48, heads=2)))  # heads of 24
+    assert not fused.applies(Transformer(PLAIN, dropout=0.1).to(DEVICE))
+
+
+def test_the_objective_with_and_without() -> None:
+    """The same loss and gradients, up to bfloat16, from the fused and the plain trunk."""
+    if not ON_CUDA:  # autocast on a CPU would want bfloat16 from the interpreter's products, which it cannot do
+        pytest.skip("needs CUDA")
+    rows, made = 16, []
+    for use in (False, True):
+        model = network(replace(PLAIN, length=64))
+        objective = Objective(model, Recipe(batch=rows), 0, True, rows)
+        objective.fused = use
+        generator = torch.Generator().manual_seed(2)
+        batch = {
+            "tokens": torch.randint(0, 29, (rows, 64), generator=generator),
+            "sample": torch.arange(rows),
+            "threshold": torch.full((rows,), 2**31),
+            "weight": torch.full((rows,), 1 / (rows * 64)),
+            "t": torch.full((rows,), 0.5),
+        }
+        loss, _ = objective(**{key: value.to(DEVICE) for key, value in batch.items()})
+        loss.backward()
+        gradients = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+        made.append({"loss": loss.detach().double(), **gradients})
+    off = errors(made[1], made[0])
+    assert off["loss"] < 2e-3 and max(off.values()) < 0.05, off
+
+
+if __name__ == "__main__":
+    assert ON_CUDA, "needs CUDA and Triton"
+    failed = []
+    for case in CASES:
+        for stream in (torch.float32, torch.bfloat16):
+            for own_attention in (True, False):
+                made = measured(case, stream, own_attention)
+                worst = max(made, key=lambda key: made[key][0] / made[key][1])
+                title = f"{case}, {stream}, {'own' if own_attention else 'library'} attention"
+                print(
+                    f"{title}: h {made['h'][0]:.2e}; worst {worst} {made[worst][0]:.2e} of {made[worst][1]:.2e}",
+                    flush=True,
+                )
+                if not made[worst][0] < made[worst][1]:
+                    failed.append(title)
+                    print(*(f"  {key} {off:.2e} of {allowed:.2e}" for key, (off, allowed) in made.items()), sep="\n")
+    fused.OWN_ATTENTION_UP_TO = 256
+    for name, test in list(globals().items()):
+        if name.startswith("test_") and name != "test_final_norm_and_gradients":
+            test()
+            print(name, "ok", flush=True)
+    assert not failed, failed

@@ -1,0 +1,523 @@
+"""`relaylm reproduce`: every experiment at toy size, resumed and reported; verdicts and costs with known answers."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from relaylm import cli, document, experiments, mdlm_experiments, paper, paper_cost, reproduce
+from relaylm.claims import CLAIMS, Claim, Finding, judge, verdicts
+from relaylm.comparison import compare
+from relaylm.cost import call_flops
+from relaylm.denoiser import Architecture, Transformer
+from relaylm.errors import UserError
+from relaylm.experiments import SCALES, Setup, contrasts
+from relaylm.family import Family
+from relaylm.family_folder import save_family
+from relaylm.reference import truncation_weight
+from relaylm.reproduce_figures import against, segments_label
+from relaylm.tokenizer import Text8Tokenizer
+
+ROOT = Path(__file__).parent.parent
+LENGTH = 16
+TOY = replace(
+    SCALES["paper"],
+    samples=4,
+    search_samples=2,
+    confirm=2,
+    sequences=4,
+    timesteps=4,
+    shares=(0, 50, 100),
+    timed_rows=2,
+    precision_samples=3,
+    precision_steps=(8,),
+    stride_samples=3,
+)
+QUICK = [name for name in reproduce.NAMES if name != "tuner"]  # which takes no fewer than 174 rows
+
+
+def network(depth: int, seed: int, causal: bool = False, scale: float = 0.3) -> Transformer:
+    model = Transformer(Architecture(28, LENGTH, width=16, depth=depth, heads=2, causal=causal))
+    model.initialise(torch.Generator().manual_seed(seed)).eval().requires_grad_(False)
+    model.output_layer.linear.weight.data.normal_(0, scale, generator=torch.Generator().manual_seed(9))
+    return model
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
+    root = tmp_path_factory.mktemp("families")
+    judged = {"judge": network(1, 50, causal=True)}
+    found = {}
+    for k, (name, depths) in enumerate({"main": (1, 2, 3), "second": (1, 2), "early": (1, 2), "late": (1, 2)}.items()):
+        models = {f"{d}b": network(d, d + 10 * k) for d in depths}
+        heavy = f"{max(depths)}b"
+        meta = {"training": {heavy: {"tokens": 1000 * (k + 1)}}}
+        twins = {heavy: network(max(depths), 99)}
+        folder = save_family(
+            root / name, models, Text8Tokenizer(), length=LENGTH, name=name, twins=twins, meta=meta, **judged
+        )
+        (folder / "heldout.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
+        found[name] = Family.load(folder)
+    return found
+
+
+def run(families: dict[str, Family], out: Path, only: list[str] | None = None, **options: Any) -> dict[str, Any]:
+    others = {"second": families["second"], "bpe": families["main"], "stages": [families["late"], families["early"]]}
+    return reproduce.reproduce(families["main"], options.pop("scale", TOY), out, only=only, **{**others, **options})
+
+
+@pytest.fixture(scope="module")
+def whole(families: dict[str, Family], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("whole") / "out"
+    return out, run(families, out, QUICK)
+
+
+def data_of(out: Path, name: str) -> dict[str, Any]:
+    return dict(json.loads((out / "data" / f"{name}.json").read_text()))
+
+
+def timeless(value: Any) -> Any:
+    """Data without what a clock, a date or a folder decides."""
+    if isinstance(value, dict):
+        clock = ("seconds", "engine_seconds", "published_seconds", "command", "date")
+        return {k: timeless(v) for k, v in value.items() if k not in clock}
+    return [timeless(v) for v in value] if isinstance(value, list) else value
+
+
+# ------------------------------------------------------------------------------------------------ the paper's numbers
+
+
+def test_slips_are_what_the_tables_say() -> None:
+    found = {slip.where: slip.found for slip in paper.slips()}
+    lm1b = found[f"caption of {paper.LM1B}"]
+    assert {slip.found for slip in paper.slips() if slip.where == f"caption of {paper.LM1B}"} == {
+        "the sandwich (210.5) is number 3 of 5, behind quarter:1 (207.9) and quarter:4 (209.1)",
+        "by 0.09 (4.21 to 4.30)",
+    }
+    assert lm1b and found["abstract and conclusion"] == "11.5% on LM1B"
+    assert found[f"caption of {paper.OWT}"] == "by 0.03, not less"
+    assert found[paper.PREFIX_256] == "quarter:1 and sandwich are level at 40.9"
+    assert "1/α = 1.67" in found["Section 'Wall-clock vs. FLOPs', a simple model"]
+    assert found["eq:saved_flops"].endswith("12.1%")
+    assert "129% of the gap on OpenWebText and 168%" in found["Section on the fixed light-step ratio"]
+
+
+def test_the_papers_numbers_agree_with_each_other_where_they_should() -> None:
+    owt = paper.TABLES[paper.OWT]
+    assert paper.order(owt) == ["sandwich", "quarter:1", "quarter:4", "quarter:3", "quarter:2"]
+    assert round(paper.gap_paid(owt, "sandwich"), 2) == 0.13
+    for depth, (_, _, saved) in paper.DEPTHS.items():
+        assert saved == pytest.approx(25 * (12 - depth) / 12, abs=0.005)
+    for share, (_, saved, seconds, speedup) in paper.SHARES.items():
+        assert saved == pytest.approx(share * 8 / 12, abs=0.051)
+        assert speedup == pytest.approx(100 * (1 - seconds / paper.SHARES[0][2]), abs=0.06)
+    assert paper.SHARES[0][0] == owt["heavy"].ppl and paper.SHARES[100][0] == owt["light"].ppl
+
+
+def test_bars_are_labelled_as_in_the_paper() -> None:
+    for name, label in paper.LABELS.items():
+        assert segments_label(name, 1000) == label.replace(" → ", "\n")
+
+
+# ------------------------------------------------------------------------------------------------ verdicts
+
+
+def fake(shift: dict[str, float], n: int = 200, noise: float = 0.01, seed: int = 0) -> dict[str, Any]:
+    """A comparison whose schedules lie at known distances from all-heavy."""
+    rng = np.random.default_rng(seed)
+    base = rng.normal(2.0, 0.3, n)
+    rows = []
+    for name in paper.SCHEDULES:
+        log = base + shift.get(name, 0.0) + rng.normal(0, noise, n)
+        entropy = {"entropy": 2.8, "entropy_ci": [2.79, 2.81]}
+        rows.append({"schedule": name, "kind": "asked", "log_ppls": log.tolist(), **entropy})
+    return {"rivals": [], **contrasts({"rows": rows})}
+
+
+PAPERLIKE = {"light": 0.2, "quarter:1": 0.04, "quarter:2": 0.11, "quarter:3": 0.09, "quarter:4": 0.06, "sandwich": 0.03}
+
+
+def verdict_of(name: str, data: dict[str, Any]) -> str:
+    return next(v.verdict for v in verdicts(data) if v.claim.name.startswith(name))
+
+
+def test_contrasts_find_known_differences() -> None:
+    result = fake(PAPERLIKE)
+    for name, shift in PAPERLIKE.items():
+        value, low, high = against(result["contrasts"], name, "heavy")
+        assert abs(value - shift) < 0.003 and low < value < high and high - low < 0.01
+        assert against(result["contrasts"], "heavy", name) == pytest.approx((-value, -high, -low))
+        pair = next(p for p in result["contrasts"] if {p["first"], p["second"]} == {name, "heavy"})
+        assert sorted(map(abs, pair["ci"])) == pytest.approx(sorted([abs(low), abs(high)]))
+        assert against(result["contrasts"], name, "heavy", among=10)[1] < low
+    middle = result["middle_minus_ends"]
+    assert middle["difference"] == pytest.approx(0.05, abs=0.003) and middle["ci"][0] > 0.04
+    assert all("log_ppls" not in row for row in result["rows"])
+
+
+def test_data_like_the_papers_is_confirmed_and_its_reverse_is_not() -> None:
+    data = {"schedules": {"by_light": {"4b": fake(PAPERLIKE)}}}
+    for claim in ("Middle", "The sandwich", "The degradation"):
+        assert verdict_of(claim, data) == "confirmed"
+    turned = {**PAPERLIKE, "quarter:1": 0.11, "quarter:4": 0.1, "quarter:2": 0.04, "quarter:3": 0.02, "sandwich": 0.12}
+    data = {"schedules": {"by_light": {"4b": fake(turned)}}}
+    for claim in ("Middle", "The sandwich", "The degradation"):
+        assert verdict_of(claim, data) == "not confirmed"
+    data = {"schedules": {"by_light": {"4b": fake(PAPERLIKE), "8b": fake(turned)}}}
+    assert verdict_of("Middle", data) == "depends"
+    data = {"schedules": {"by_light": {"4b": fake({}, noise=0.3)}}}
+    assert verdict_of("Middle", data) == verdict_of("The sandwich", data) == "open"
+
+
+def test_a_level_rival_of_the_sandwich_leaves_it_open() -> None:
+    level = {**PAPERLIKE, "quarter:1": PAPERLIKE["sandwich"]}
+    assert verdict_of("The sandwich", {"schedules": {"by_light": {"4b": fake(level, noise=0.05)}}}) == "open"
+
+
+def test_order_in_two_places() -> None:
+    data = {
+        "schedules": {"by_light": {"4b": fake(PAPERLIKE)}},
+        "prefixes": {"by_prefix": {"8": fake(PAPERLIKE, seed=1)}},
+    }
+    assert verdict_of("The ranking", data) == "confirmed"
+    swapped = {**PAPERLIKE, "quarter:1": PAPERLIKE["quarter:2"], "quarter:2": PAPERLIKE["quarter:1"]}
+    data["prefixes"] = {"by_prefix": {"8": fake(swapped)}}
+    assert verdict_of("The ranking", data) == "not confirmed"
+
+
+def test_entropy_is_the_same_only_if_its_interval_says_so() -> None:
+    result = fake(PAPERLIKE)
+    rows = {row["schedule"]: row for row in result["rows"]}
+    data = {"schedules": {"by_light": {"4b": result}}}
+    assert verdict_of("Entropy", data) == "confirmed"
+    rows["quarter:2"]["entropy"] = 2.8 * 1.02
+    assert verdict_of("Entropy", data) == "not confirmed"
+    rows["quarter:2"]["entropy_ci"] = [2.6, 3.1]
+    assert verdict_of("Entropy", data) == "open"
+
+
+def test_the_rule_of_verdicts() -> None:
+    def claim(*says: bool | None) -> Claim:
+        return Claim("x", "", "", "", lambda data: [Finding(str(k), s, "") for k, s in enumerate(says)])
+
+    cases = {(): "not measured", (None,): "open", (True, None): "confirmed", (False, None): "not confirmed"}
+    cases |= {(True, False): "depends", (True, True): "confirmed"}
+    for says, expected in cases.items():
+        assert judge(claim(*says), {}).verdict == expected
+    assert all(verdict.verdict == "not measured" for verdict in verdicts({}))
+
+
+# ------------------------------------------------------------------------------------------------ a whole run
+
+
+def test_every_experiment_runs_at_toy_size_and_says_how_it_was_made(whole: tuple[Path, dict[str, Any]]) -> None:
+    out, result = whole
+    assert {name: item["status"] for name, item in result["experiments"].items()} == dict.fromkeys(QUICK, "ran")
+    for name in QUICK:
+        data = data_of(out, name)
+        assert {"command", "machine", "versions", "seed", "commit", "date", "scale", "family"} <= set(data)
+        assert data["experiment"] == name
+    assert [claim["claim"] for claim in result["claims"]] == [claim.name for claim in CLAIMS]
+    assert all(claim["verdict"] != "not measured" for claim in result["claims"])
+
+
+def test_the_report_is_whole_and_self_contained(whole: tuple[Path, dict[str, Any]]) -> None:
+    out, _ = whole
+    page, text = (out / "report.html").read_text(), (out / "report.md").read_text()
+    images = re.findall(r'<img [^>]*src="([^"]{0,30})', page)
+    assert len(images) == text.count("](figures/") >= 13
+    assert all(source.startswith("data:image/png;base64,") for source in images)
+    assert not re.search(r'(src|href)="(?!data:)', page) and "http" not in page
+    for file in re.findall(r"\]\(((?:figures|tables)/[^)]+)\)", text):
+        assert (out / file).stat().st_size > 0
+    for experiment in reproduce.EXPERIMENTS:
+        assert f"## {experiment.title}" in text
+        assert all(label in text for label in experiment.paper)
+    assert "it was not asked for" in text.split("## What the tuner finds")[1].split("##")[0]
+    for slip in paper.slips():
+        assert slip.found in text
+    rows = list(csv.reader((out / "tables" / "claims.csv").open()))
+    assert len(rows) == 1 + len(CLAIMS) and all(f"| {row[0]} | {row[1]} |" in text for row in rows[1:])
+
+
+def test_depths_are_the_sandwiches_of_schedules(whole: tuple[Path, dict[str, Any]]) -> None:
+    out, _ = whole
+    by_light = data_of(out, "schedules")["result"]["by_light"]
+    rows = {row["light"]: row for row in data_of(out, "depths")["result"]["rows"]}
+    assert set(rows) == {"1b", "2b", "3b"} and rows["3b"]["depth"] == 3
+    for light, result in by_light.items():
+        sandwich = next(row for row in result["rows"] if row["schedule"] == "sandwich")
+        assert rows[light]["gen_ppl"] == sandwich["gen_ppl"] and rows[light]["entropy"] == sandwich["entropy"]
+
+
+def test_the_numbers_are_those_of_a_comparison_by_hand(
+    whole: tuple[Path, dict[str, Any]], families: dict[str, Family]
+) -> None:
+    out, _ = whole
+    found = data_of(out, "schedules")["result"]["by_light"]["1b"]
+    direct = compare(
+        families["main"], list(paper.SCHEDULES), 4, steps=LENGTH, recipe="mdlm", light="1b", progress=False
+    )
+    for row, other in zip(found["rows"], direct["rows"], strict=True):
+        assert row["gen_ppl"] == pytest.approx(other["gen_ppl"], rel=1e-6)
+    logs = {row["schedule"]: np.array(row["log_ppls"]) for row in direct["rows"]}
+    value, _, _ = against(found["contrasts"], "quarter:2", "heavy")
+    assert value == pytest.approx((logs["quarter:2"] - logs["heavy"]).mean(), rel=1e-5)
+    strides = data_of(out, "strides")["result"]
+    first = next(row for row in strides["rows"] if row["kind"] == "light" and row["stretch"] == 0)
+    pair = compare(families["main"], ["H16", "L2 H14"], 3, recipe="mdlm", rivals=False, progress=False)
+    assert first["loss"] == pytest.approx(pair["paired"][0]["difference"], rel=1e-5, abs=1e-9)
+    assert (first["from"], first["to"]) == (1.0, 0.875)
+
+
+def test_prefixes_continue_held_out_text(whole: tuple[Path, dict[str, Any]]) -> None:
+    out, _ = whole
+    result = data_of(out, "prefixes")["result"]
+    assert result["source"] == "held-out text" and set(result["by_prefix"]) == {"2", "4"}
+    assert all(found["conditional"] for found in result["by_prefix"].values())
+
+
+def test_stages_are_in_order_of_training(whole: tuple[Path, dict[str, Any]]) -> None:
+    out, _ = whole
+    stages = data_of(out, "training")["result"]["stages"]
+    assert [(stage["family"], stage["tokens"]) for stage in stages] == [("early", 3000), ("late", 4000)]
+
+
+# ------------------------------------------------------------------------------------------------ resuming
+
+
+def test_what_is_there_is_not_run_again(
+    whole: tuple[Path, dict[str, Any]], families: dict[str, Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, _ = whole
+    before = {name: (out / "data" / f"{name}.json").read_bytes() for name in QUICK}
+    text = (out / "report.md").read_text()
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise AssertionError("something was computed again")
+
+    monkeypatch.setattr("relaylm.engine.Engine.run", refuse)
+    again = run(families, out, QUICK)
+    assert {item["status"] for item in again["experiments"].values()} == {"kept"}
+    assert {name: (out / "data" / f"{name}.json").read_bytes() for name in QUICK} == before
+    assert (out / "report.md").read_text() == text
+
+
+def test_an_interrupted_run_goes_on_where_it_was(
+    whole: tuple[Path, dict[str, Any]], families: dict[str, Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, _ = whole
+    names = ["schedules", "depths", "prefixes"]
+
+    def stop(text: str) -> None:
+        if text == "prefixes of 4":  # after the first of two
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(families, tmp_path, names, note=stop)
+    assert "## Claims and verdicts" in (tmp_path / "report.md").read_text()
+    assert sorted(file.name for file in (tmp_path / "data").iterdir()) == ["depths.json", "schedules.json"]
+    drawn = []
+    original = experiments.compare
+
+    def counting(family: Family, schedules: Any, n: int, **options: Any) -> Any:
+        found = original(family, schedules, n, **options)
+        drawn.append(len(found["rows"]))
+        return found
+
+    calls = []
+    engine_run = experiments.sample.__globals__["denoise"]
+    monkeypatch.setattr("relaylm.sampler.denoise", lambda *a, **k: calls.append(1) or engine_run(*a, **k))
+    monkeypatch.setattr(experiments, "compare", counting)
+    again = run(families, tmp_path, names)
+    assert [item["status"] for item in again["experiments"].values()] == ["kept", "kept", "ran"]
+    assert drawn == [7, 7] and len(calls) == 7  # the first prefix's samples came from the store
+    for name in names:
+        assert timeless(data_of(tmp_path, name)["result"]) == timeless(data_of(out, name)["result"])
+
+
+def test_other_settings_are_run_anew(families: dict[str, Family], tmp_path: Path) -> None:
+    for options, status in (
+        ({}, "ran"),
+        ({}, "kept"),
+        ({"seed": 1}, "ran"),
+        ({"scale": replace(TOY, sequences=3)}, "ran"),
+    ):
+        found = run(families, tmp_path, ["disagreement"], **options)
+        assert found["experiments"]["disagreement"]["status"] == status
+
+
+def test_damaged_data_is_made_again(families: dict[str, Family], tmp_path: Path) -> None:
+    run(families, tmp_path, ["disagreement"])
+    (tmp_path / "data" / "disagreement.json").write_text('{"format": 1, "result": ')
+    assert run(families, tmp_path, ["disagreement"])["experiments"]["disagreement"]["status"] == "ran"
+
+
+# ------------------------------------------------------------------------------------------------ what is not there
+
+
+def test_what_a_family_cannot_show_comes_from_kept_results_and_is_marked(
+    whole: tuple[Path, dict[str, Any]], families: dict[str, Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, _ = whole
+    options: dict[str, Any] = {"second": None, "bpe": None, "stages": ()}
+    names = ["second-corpus", "precision", "training", "disagreement"]
+    found = run(families, tmp_path / "a", names, **options)
+    text = (tmp_path / "a" / "report.md").read_text()
+    assert found["experiments"]["second-corpus"]["status"] == "not run" and "(--second)" in text
+    assert "(--bpe)" in text and "(--stages)" in text and found["shown"] == {"disagreement": "own"}
+
+    monkeypatch.setattr(reproduce, "COMMITTED", out / "data")
+    found = run(families, tmp_path / "b", names, **options)
+    text = (tmp_path / "b" / "report.md").read_text()
+    assert found["shown"]["precision"] == "committed" and found["shown"]["disagreement"] == "own"
+    part = text.split("## Exact sampling against")[1].split("\n## ")[0]
+    assert "**From the results kept with the project.**" in part and "Remake it: `" in part
+    assert "(figures/committed/precision.png)" in part and "(tables/committed-precision.csv)" in part
+    assert "From the results kept" not in text.split("## Disagreement of models")[1].split("\n## ")[0]
+
+
+def test_a_failure_is_reported_and_raised_and_the_rest_is_done(
+    families: dict[str, Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(setup: Setup) -> dict[str, Any]:
+        raise ZeroDivisionError("seven")
+
+    changed = tuple(replace(e, run=broken) if e.name == "depths" else e for e in reproduce.EXPERIMENTS)
+    monkeypatch.setattr(reproduce, "EXPERIMENTS", changed)
+    with pytest.raises(RuntimeError, match=r"depths .ZeroDivisionError: seven"):
+        run(families, tmp_path, ["depths", "disagreement"])
+    assert (tmp_path / "data" / "disagreement.json").is_file()
+    assert "Not shown: ZeroDivisionError: seven" in (tmp_path / "report.md").read_text()
+
+
+def test_a_family_in_memory_needs_no_store_and_no_text(tmp_path: Path) -> None:
+    family = Family({"1b": network(1, 1), "2b": network(2, 2)}, 27, 28, LENGTH, Text8Tokenizer(), "memory")
+    family.judge = network(1, 50, causal=True)
+    found = reproduce.reproduce(family, TOY, tmp_path, only=["disagreement", "prefixes"])
+    assert {item["status"] for item in found["experiments"].values()} == {"ran"}
+    assert data_of(tmp_path, "disagreement")["result"]["states"] == "trajectory"
+    assert data_of(tmp_path, "prefixes")["result"]["source"].startswith("samples of the heavy model")
+    assert not (tmp_path / "store").exists()
+
+
+# ------------------------------------------------------------------------------------------------ MDLM's sampler
+
+
+def test_kept_mass_of_a_uniform_model_is_that_of_the_formula() -> None:
+    family = Family({"1b": network(1, 1, scale=0.0), "2b": network(2, 2)}, 27, 28, LENGTH, Text8Tokenizer(), "uniform")
+    rows_nL = np.zeros((4, LENGTH), dtype=np.int64)
+    steps = 2**22
+    kept = mdlm_experiments.kept_mass(family, "1b", steps, rows_nL, seed=0)
+    for t, mean, low in zip(kept["t"], kept["mean"], kept["low"], strict=True):
+        expected = truncation_weight(1 / 27, t - 1 / steps, steps)
+        assert mean == pytest.approx(expected, rel=1e-6) and low == pytest.approx(expected, rel=1e-6)
+    assert kept["mean"][0] < 0.1 < kept["mean"][-1]
+
+
+def test_the_published_sampler_is_run_on_the_same_random_numbers(families: dict[str, Family]) -> None:
+    family = families["main"]
+    setup = Setup(family, TOY)
+    sides = mdlm_experiments.published_sides(family, family.names)
+    first, again = (mdlm_experiments._published_scores(setup, family, sides, "sandwich", 8, 3) for _ in range(2))
+    other = mdlm_experiments._published_scores(setup, family, sides, "heavy", 8, 3)
+    assert first == again and first["log_ppl"] != other["log_ppl"]
+
+
+# ------------------------------------------------------------------------------------------------ document, cost, docs
+
+
+def test_a_document_escapes_what_it_shows(tmp_path: Path) -> None:
+    nasty = "<script>x</script> | a & b"
+    blocks: list[document.Block] = [
+        document.Heading(nasty),
+        document.Text(nasty + " `code` **bold**"),
+        document.Text("- one\n- two"),
+        document.Table("t", nasty, ["a"], [[nasty]]),
+    ]
+    document.write(blocks, nasty, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "<script>" not in page and page.count("&lt;script&gt;x&lt;/script&gt; | a &amp; b") == 5
+    assert "<code>code</code> <strong>bold</strong>" in page and "<ul><li>one</li><li>two</li></ul>" in page
+    assert "| <script>x</script> \\| a & b |" in (tmp_path / "report.md").read_text()
+    assert list(csv.reader((tmp_path / "tables" / "t.csv").open())) == [["a"], [nasty]]
+
+
+def test_costs_by_hand(tmp_path: Path) -> None:
+    bench = {"reference_ms_per_row_step": 3.0, "reference_light_ms_per_row_step": 2.0}
+    bench |= {"engine_ms_per_row_step": 0.3, "engine_light_ms_per_row_step": 0.1}
+    hours = paper_cost.sampling_hours(bench)
+    ms = 5 * 1600 * (250 * 2.0 + 750 * 3.0) + 1600 * 1000 * (2.0 + 3.0)
+    assert hours["seven schedules, light 4"]["mdlm"] == pytest.approx(ms / 3.6e6)
+    search = 210 * 160 * (400 * 0.1 + 600 * 0.3) / 3.6e6
+    assert hours["search of 210"]["engine"] == pytest.approx(search * 790 / 2100)
+    eight = [paper_cost._work(8, 1, 1)]
+    assert eight == [{8: 1000.0, 12: 0.0}]
+    mlp_and_attention = 24 * 1024 * 768**2 + 4 * 1024**2 * 768
+    head = 2 * 512 * 768 * 50258
+    rows = 1_000_000 * 512
+    expected = sum(3 * (d * mlp_and_attention + head) for d in (4, 6, 8, 10, 12, 12)) * rows / (0.4 * 989e12) / 3600
+    found = paper_cost.training_hours("owt", tmp_path)
+    assert found["total"] == pytest.approx(expected) and found["source"] == "assumed, not measured"
+    (tmp_path / "a.json").write_text(json.dumps({"preset": "owt", "mfu": 0.5}))
+    (tmp_path / "b.json").write_text(json.dumps({"preset": "wiki-char", "mfu": 0.1}))
+    found = paper_cost.training_hours("owt", tmp_path)
+    assert found["total"] == pytest.approx(expected * 0.8) and found["source"] == "measured with preset owt"
+    assert paper_cost.utilisation("lm1b", tmp_path) == (0.3, "measured with presets owt, wiki-char")
+    assert math.isclose(call_flops(12, 768, 50258, 1024), 12 * mlp_and_attention + 2 * head, rel_tol=1e-12)
+
+
+def test_the_numbers_of_the_documents_are_those_of_the_results() -> None:
+    text = (ROOT / "docs" / "reproduce.md").read_text()
+    assert paper_cost.refreshed(text) == text
+    assert "H200-hours" in text and text.count(": rendered -->") == 2
+    changed = re.sub(r"\| \*\*all\*\* \|.*", "| **all** | **1** | **1** |", text)
+    assert changed != text and paper_cost.refreshed(changed) == text
+
+
+def test_the_recorded_report_is_that_of_the_recorded_data(tmp_path: Path, whole: tuple[Path, dict[str, Any]]) -> None:
+    """Verdicts that are committed come from the data that is committed beside them; checked on a run here as well."""
+    for folder in [whole[0], *([ROOT / "results" / "reproduce"] if (ROOT / "results" / "reproduce").is_dir() else [])]:
+        rows = list(csv.reader((folder / "tables" / "claims.csv").open()))[1:]
+        found = [(v.claim.name, f"**{v.verdict}**") for v in reproduce.recorded_verdicts(folder / "data")]
+        assert found == [(row[0], row[1]) for row in rows]
+
+
+# ------------------------------------------------------------------------------------------------ command line
+
+
+def test_from_the_command_line(
+    families: dict[str, Family], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SCALES, "cpu", replace(TOY, name="cpu"))
+    family = str(families["main"].folder)
+    words = ["reproduce", "--family", family, "--scale", "cpu", "--out", str(tmp_path / "out"), "--seed", "3"]
+    assert cli.main([*words, "--only", "disagreement", "depths", "--json", str(tmp_path / "r.json")]) == 0
+    assert "the report is" in capsys.readouterr().out
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert set(result["experiments"]) == {"disagreement", "depths"} and result["scale"]["samples"] == 4
+    assert data_of(tmp_path / "out", "depths")["seed"] == 3
+    assert cli.main([*words, "--only", "nothing"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert cli.main(["reproduce", "--family", family, "--scale", "huge"]) == 2
+    with pytest.raises(UserError, match="cpu, gpu, paper"):
+        reproduce.reproduce(families["main"], "huge", tmp_path)
+
+
+@pytest.mark.slow
+def test_the_tuner_at_toy_size(families: dict[str, Family], tmp_path: Path) -> None:
+    found = run(families, tmp_path, ["tuner", "search"], scale=replace(TOY, search_samples=10, budgets=(0.2, 0.4)))
+    assert {item["status"] for item in found["experiments"].values()} == {"ran"}
+    front = data_of(tmp_path, "tuner")["result"]["front"]
+    assert [round(goal["saved_at_least"], 6) for goal in front] == [0.2, 0.4]
+    assert all(goal["saved"] >= goal["saved_at_least"] - 1e-9 for goal in front)
+    assert (tmp_path / "figures" / "tuner.png").is_file()
