@@ -49,16 +49,19 @@ def run_sample(args: argparse.Namespace) -> dict[str, Any]:
         message = {"role": "user", "content": args.prompt}
         args.prompt = convert.chat_prompt(args.family.split(",")[0], [message])
     callback = None
-    if args.watch:
+    plain = not (args.chat or args.stop or args.stride or args.cluster is not None or args.json == "-")
+    live = args.watch or (args.n == 1 and plain and sys.stdout.isatty())  # on a terminal one text is shown as it grows
+    if live:
         from relaylm.family import lay_out
         from relaylm.terminal import Watch
 
         given_L = lay_out(family, args.prompt, args.suffix, args.infill, args.length, args.max_new_tokens)
         used = [name for name in family.names if name in schedule.bind(light, heavy).models or name == heavy]
-        callback = Watch(family, given_L, used, sys.stderr if args.json == "-" else sys.stdout)
+        stream = sys.stderr if args.json == "-" else sys.stdout
+        callback = Watch(family, given_L, used, stream, pace=4.0 if args.watch else 0.0)
     same = "steps length seed prompt suffix infill max_new_tokens stop temperature top_p top_k stride batch_size"
     options = {name: getattr(args, name) for name in same.split()} | {"rule": rule, "light": light, "heavy": heavy}
-    with progress("sampling", "call" if args.cluster is None else "row", shown=not args.watch) as on_calls:
+    with progress("sampling", "call" if args.cluster is None else "row", shown=not live) as on_calls:
         if args.cluster is None:
             samples = sample(family, schedule, args.n, callback=callback, on_calls=on_calls, **options)
         else:
@@ -76,7 +79,7 @@ def run_sample(args: argparse.Namespace) -> dict[str, Any]:
     if args.chat:
         start = len(family.tokenizer.encode(args.prompt))
         samples = replace(samples, texts=convert.texts(family, samples.tokens, start))
-    if args.json != "-" and not args.watch:
+    if args.json != "-" and not live:
         show_samples(family, samples)
     by_time = rule is not None and rule.adaptive  # its steps are its own: there is no timetable of them
     if args.svg is not None:
@@ -599,7 +602,8 @@ def progress(label: str, unit: str, shown: bool = True) -> Iterator[Callable[[in
         return
     from tqdm import tqdm
 
-    with tqdm(desc=label, unit=unit, delay=1.0, leave=False, file=sys.stderr, dynamic_ncols=True) as bar:
+    look: dict[str, Any] = {"leave": False, "dynamic_ncols": True, "disable": None}  # None: not into a file or a pipe
+    with tqdm(desc=label, unit=unit, delay=1.0, file=sys.stderr, **look) as bar:
 
         def update(done: int, total: int) -> None:
             bar.total = total

@@ -147,14 +147,14 @@ def search(
     with _workers(family, cluster) as workers:
         trials = Trials(
             family,
-            load_judge(judge, family),
+            None if quick else load_judge(judge, family),
             given_PL,
             heavy,
             seed,
             texts,
             recipe,
             batch,
-            _open_store(store),
+            None if quick else _open_store(store),  # the bounds take no longer than reading them would
             fresh,
             None if time_limit is None else began + time_limit,
             progress,
@@ -183,7 +183,7 @@ def search(
         "length": int(given_PL.shape[1]),
         "segments": segments,
         "seed": seed,
-        "judge": trials.judge.name,
+        "judge": None if trials.judge is None else trials.judge.name,
         "recipe": recipe,
         "conditional": prompts is not None,
         "unit": unit,

@@ -218,7 +218,8 @@ def to_csv(result: Mapping[str, Any]) -> str:
 def plot_search(result: Mapping[str, Any], path: str | Path) -> Path:
     """A figure in the format that the file's name says (.png, .svg, .pdf)."""
     name = result["family"]["name"] or "family"
-    title = f"{name}: {result['method']}, T = {result['steps']}, judge {result['judge']}"
+    by = f"judge {result['judge']}" if result["judge"] else "likelihood bounds"
+    title = f"{name}: {result['method']}, T = {result['steps']}, {by}"
     if result["method"] == "exhaustive":
         figure = _figure(11.0, 6.4)
         panels = figure.subplots(2, 2, height_ratios=[1, 1])

@@ -111,12 +111,19 @@ def side_by_side(family: Family, columns: Sequence[tuple[str, Samples]], stream:
 
 
 class Watch:
-    """A callback that plays the denoising of one row in the terminal. Paced to take a few seconds at least; it draws
+    """A callback that plays the denoising of one row in the terminal. Paced to take `pace` seconds at least; it draws
     over itself where the terminal allows, and otherwise prints a frame now and then."""
 
     def __init__(
-        self, family: Family, given_L: np.ndarray, models: Sequence[str], stream: TextIO = sys.stdout, row: int = 0
+        self,
+        family: Family,
+        given_L: np.ndarray,
+        models: Sequence[str],
+        stream: TextIO = sys.stdout,
+        row: int = 0,
+        pace: float = 4.0,
     ) -> None:
+        self.pace = pace
         self.family, self.models, self.stream, self.row = family, list(models), stream, row
         self.tokens = np.where(given_L < 0, family.mask_id, given_L)
         self.writer = np.where(given_L < 0, -2, -1)
@@ -133,7 +140,7 @@ class Watch:
         again = np.asarray(event.tokens) == self.family.mask_id  # masked again, by a rule that does so
         self.writer[event.positions] = np.where(again, -2, self.family.names.index(event.model))
         self.written = self.total - int((self.writer == -2).sum())
-        ahead = self.began + 4.0 * self.written / max(1, self.total) - time.monotonic()
+        ahead = self.began + self.pace * self.written / max(1, self.total) - time.monotonic()
         if ahead > 0:
             time.sleep(ahead)
         if time.monotonic() - self.drawn > (0.04 if self.colours else 1.0) or self.written == self.total:

@@ -100,7 +100,7 @@ class Trials:
     """The family, the judge and the conditions of a search, with all that is known so far."""
 
     family: Family
-    judge: Judge
+    judge: Judge | None  # None where nothing will be scored
     given_PL: np.ndarray  # row r has given_PL[r % P]; -1 where free
     heavy: str
     seed: int = 0
@@ -303,6 +303,8 @@ class Trials:
         return self.store.folder / f"unfinished-{key[:16]}"
 
     def _judge(self, tokens_nL: np.ndarray, given_nL: np.ndarray, row_n: np.ndarray) -> np.ndarray:
+        if self.judge is None:
+            raise UserError("without a judge there are no scores: choose one, as hf:gpt2-large or gguf:PATH")
         texts: list[str] = []
         prompts = None
         if self.judge.encode is not None and self.family.tokenizer is not None:
@@ -335,7 +337,7 @@ class Trials:
 
     def _conditions(self) -> str:
         """A hash of all that fixes a row's score but the schedule and the row's number."""
-        if self.store is None:
+        if self.store is None or self.judge is None:
             return ""
         if self.judge.key.startswith("unnamed:"):
             raise UserError(f"scores of the judge {self.judge.name} cannot be stored: its weights are not known")

@@ -98,10 +98,8 @@ class Tuner:
             known = self.problem.trials.known(schedule)
             d_n = np.array([known[r] - heavy[r] for r in sorted(known.keys() & heavy.keys())])
             d_n = d_n[np.isfinite(d_n)]
-            if len(d_n) > 1 and d_n.any():
+            if len(d_n) > 1 and mix_SO[:, 1:].any():  # all-heavy itself says nothing
                 found.append((mix_SO, float(d_n.mean()), float(d_n.var(ddof=1)), len(d_n)))
-        if not found:
-            raise UserError("no schedule differs from all-heavy in any row: there is nothing to tune")
         common = float(np.mean([variance for _, _, variance, _ in found]))
         errors = [math.sqrt((variance * (n - 1) + common * 8) / (n + 7) / n) for _, _, variance, n in found]
         return np.stack([mix for mix, *_ in found]), np.array([mean for _, mean, _, _ in found]), np.array(errors)

@@ -43,7 +43,7 @@ from relaylm.plan import Plan, make_plan, race, uniforms
 from relaylm.sampler import denoise, sample
 from relaylm.schedule import Schedule
 
-DRAWS = 1_000_000
+DRAWS = 250_000
 
 
 def network(vocab_size: int = 60, length: int = 64, width: int = 128, depth: int = 3, seed: int = 0) -> Transformer:

@@ -23,6 +23,24 @@ def test_speed_table_of_the_readme() -> None:
     assert f"is {found['kl_to_fp32']:.1e} nats" in readme
 
 
+def test_quality_table_of_the_readme() -> None:
+    found = json.loads((ROOT / "results" / "compose" / "wiki-char.json").read_text())
+    readme = (ROOT / "README.md").read_text()
+    names = {
+        "heavy": "12 blocks",
+        "sandwich:25%": "sandwich, 25% of the steps by 4 blocks",
+        "sandwich:50%": "sandwich, 50% of the steps by 4 blocks",
+        "8b": "8 blocks",
+        "light": "4 blocks",
+    }
+    rows = {row["schedule"]: row for row in found["rows"] if row["line"] == "ancestral" and row["dial"] == "T=256"}
+    assert found["n"] == 1600 and rows.keys() == names.keys()
+    for schedule, row in rows.items():
+        cells = [names[schedule], f"{row['flops'] / found['n'] / 1e9:.0f}", f"{row['gen_ppl']:.2f}"]
+        assert f"| {' | '.join(cells)} | {row['word_entropy']:.3f} |" in readme
+    assert rows["8b"]["gen_ppl_ci"][1] < rows["sandwich:50%"]["gen_ppl"]  # what the text below the table says
+
+
 def test_every_result_says_how_it_was_made() -> None:
     files = sorted((ROOT / "results").rglob("*.json"))
     assert files

@@ -270,7 +270,7 @@ def test_ctrl_c_gives_the_best_so_far(family: Family, monkeypatch: pytest.Monkey
 # ------------------------------------------------------------------------------------------------ evolution
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.0, 0.7))
 def test_nobody_exceeds_the_budget(seed: int, share: float) -> None:
     problem = oracle_problem(depths=(4, 8, 12), densities=(Fraction(1), Fraction(1, 2)), harm={})
@@ -395,14 +395,21 @@ def test_from_the_command_line_to_a_sample(
         assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
+def test_the_front_is_drawn(family: Family, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = search(family, budget="0:0.6:0.3", rows=300, segments=3, batch_size=8, progress=False)
+    assert "against the best rival" in render(found) and len(found["front"]) == 3
+    assert plot_search(found, tmp_path / "front.svg").stat().st_size > 10_000
+
+
 def test_tables_and_figures(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relaylm.schedule_search.evolve", partial(evolve, generations=2, population=6))
     options: dict[str, Any] = {"segments": 3, "progress": False, "densities": ["1", "1/2"], "batch_size": 8}
     results = [
         search(family, "exhaustive", segments=4, light_segments=2, n=4, confirm=4, progress=False, batch_size=8),
-        search(family, rows=150, **options),
-        search(family, budget="0:0.6:0.3", rows=300, **options),
-        search(family, max_loss="30%", rows=300, **options),
+        search(family, rows=100, **options),
+        search(family, max_loss="30%", rows=100, **options),
         search(family, quick=True, **options),
         search(family, "evolve", n=4, confirm=4, **options),
     ]

@@ -42,7 +42,7 @@ def choices_of(space: Space) -> Any:
 # ------------------------------------------------------------------------------------------------ the space
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data(), st.integers(5, 60), st.integers(1, 5))
 def test_prices_and_schedules_of_choices(data: Any, steps: int, segments: int) -> None:
     space = space_of(steps=steps, segments=segments)
@@ -81,7 +81,7 @@ def test_a_sandwich_is_a_mix() -> None:
 # ------------------------------------------------------------------------------------------------ the minimum
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0, 0.8), st.booleans())
 def test_the_minimum_is_that_of_brute_force(seed: int, share: float, pairs: bool) -> None:
     space = space_of(models=2, steps=20, segments=4, densities=(Fraction(1), Fraction(1, 2)))
@@ -379,7 +379,10 @@ def test_quick_looks_at_the_bound_alone(family: Family) -> None:
     assert found["calls"]["calls_made"] == 3 * 8 * tune.DRAWS  # of measuring three models; nothing was sampled
     rows = [row for row in found["bounds"] if row["saved"] >= 0.3 - 1e-9]
     assert found["schedule"] == min(rows, key=lambda row: row["bits"])["schedule"]
-    assert "Sampling may disagree" in found["verdict"]
+    assert "Sampling may disagree" in found["verdict"] and found["judge"] is None
+    unjudged = Family(family.models, family.mask_id, family.vocab_size, family.length)
+    again = search(unjudged, budget="30%", quick=True, text=text, segments=4, progress=False)
+    assert again["schedule"] == found["schedule"]  # no judge is needed
     ranged = search(family, budget="0:0.6:0.3", quick=True, text=text, segments=4, progress=False)
     assert [goal["bits"] for goal in ranged["front"]] == sorted(goal["bits"] for goal in ranged["front"])
 
