@@ -23,6 +23,7 @@ import numpy as np
 from relaylm import metrics, paper
 from relaylm.bound import spread_rows
 from relaylm.comparison import compare
+from relaylm.errors import UserError
 from relaylm.importance import importance
 from relaylm.sampler import sample
 from relaylm.schedule import Schedule, Segment
@@ -311,18 +312,27 @@ def tuner(setup: Setup) -> dict[str, Any]:
 
 
 def _search(setup: Setup, method: str, **options: Any) -> dict[str, Any]:
+    """A search that is stopped by Ctrl-C shows its best so far; an experiment is done or not done."""
     from relaylm.schedule_search import search
 
     setup.note(f"search: {method}")
-    return search(
-        setup.family,
-        method,
-        steps=setup.steps(),
-        length=setup.length(),
-        seed=setup.seed,
-        judge=setup.judge,
-        recipe=setup.scale.recipe,
-        store=setup.store,
-        progress=setup.progress,
-        **options,
-    )
+    try:
+        found = search(
+            setup.family,
+            method,
+            steps=setup.steps(),
+            length=setup.length(),
+            seed=setup.seed,
+            judge=setup.judge,
+            recipe=setup.scale.recipe,
+            store=setup.store,
+            progress=setup.progress,
+            **options,
+        )
+    except UserError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise
+    if found["stopped"] is not None:
+        raise KeyboardInterrupt
+    return found

@@ -22,8 +22,8 @@ from relaylm.denoiser import Architecture, Denoiser, Transformer
 from relaylm.errors import UserError
 from relaylm.family_folder import (
     BUNDLED,
-    HELDOUT,
     CARD,
+    HELDOUT,
     MANIFEST,
     bundled,
     files_of,

@@ -1,8 +1,8 @@
 r"""What the paper's experiments cost at the paper's size, from measured throughput; the numbers of docs/reproduce.md.
 
 Training needs, for each of a family's networks, steps x batch rows of `training_flops` operations; at a utilisation u
-of an H200's peak that is so many hours. u is that of `results/train/*.json` for the preset if there is one, else the
-mean of those that are there, else 40%; which of these it was is said.
+of an H200's peak that is so many hours. u is the best of `results/train/throughput.json` at the same width (and length,
+if that was measured), else 40%; which of these it was is said.
 
 Sampling is counted in row-steps of each depth. A row-step takes t_4 and t_12 milliseconds in the recorded bench (4 and
 12 blocks at L = 1024); other depths lie on the line through the two, and other lengths cost in proportion to
@@ -33,21 +33,19 @@ LIGHTS = (4, 6, 8, 10)
 Work = dict[int, float]  # depth -> row-steps
 
 
-def utilisation(preset: str, folder: Path | None = None) -> tuple[float, str]:
-    """Share of the peak that training reached, and where that is from."""
-    found: dict[str, list[float]] = {}
-    for file in sorted((folder or ROOT / "results" / "train").glob("*.json")):
-        data = json.loads(file.read_text(encoding="utf-8"))
-        entries = data if isinstance(data, list) else [data, *data.get("runs", [])]
-        for entry in entries:
-            if isinstance(entry, dict) and entry.get("mfu") is not None:
-                found.setdefault(str(entry.get("preset")), []).append(float(entry["mfu"]))
-    if preset in found:
-        return sum(found[preset]) / len(found[preset]), f"measured with preset {preset}"
-    every = [value for values in found.values() for value in values]
-    if every:
-        return sum(every) / len(every), f"measured with presets {', '.join(sorted(found))}"
-    return ASSUMED, "assumed, not measured"
+def utilisation(width: int, length: int, folder: Path | None = None) -> tuple[float, str]:
+    """Share of the peak that training reached at this width (at this length, if that was measured), and the source."""
+    file = (folder or ROOT / "results" / "train") / "throughput.json"
+    entries = json.loads(file.read_text(encoding="utf-8"))["entries"] if file.is_file() else []
+    found = []
+    for entry in entries:
+        shape = re.match(r"\d+ x (\d+), L=(\d+)", entry["shape"])
+        if shape and int(shape.group(1)) == width:
+            found.append((int(shape.group(2)) == length, entry["mfu"], entry["shape"]))
+    if not found:
+        return ASSUMED, "assumed, not measured"
+    _, mfu, shape_text = max(found)
+    return mfu, f"measured at {shape_text}, without dropout"
 
 
 def training_hours(preset: str, folder: Path | None = None) -> dict[str, Any]:
@@ -55,7 +53,7 @@ def training_hours(preset: str, folder: Path | None = None) -> dict[str, Any]:
     from relaylm.trainer import training_flops
 
     chosen = load_preset(preset)
-    share, source = utilisation(preset, folder)
+    share, source = utilisation(chosen.width, chosen.length, folder)
     vocabulary, rows = VOCABULARY[preset], chosen.recipe.steps * chosen.recipe.batch
 
     def hours(depth: int) -> float:

@@ -122,7 +122,7 @@ class Trials:
         self._needs: dict[tuple[Any, ...], np.ndarray] = {}
         self._naive: set[tuple[str, int]] = set()
         self.hashes: dict[tuple[str, int, int], str] = {}  # of the tokens, by law, first row and rows
-        self._base = self._conditions()
+        self.base = self._conditions()
         if self.store is not None:
             self._open()
 
@@ -274,7 +274,7 @@ class Trials:
         calls = {k: int(c) for k, c in zip(grown.models, grown.calls_made_K, strict=True) if c}
         record = {
             "kind": "trials",
-            "base": self._base,
+            "base": self.base,
             "first": chunk.first,
             "rows": chunk.rows,
             "laws": list(chunk.schedules),
@@ -293,7 +293,7 @@ class Trials:
         self.spent.merged += grown.merged
 
     def _key(self, chunk: _Chunk) -> str:
-        return _content_key("trials", self._base, chunk.first, chunk.rows, list(chunk.schedules))
+        return _content_key("trials", self.base, chunk.first, chunk.rows, list(chunk.schedules))
 
     def _late(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.deadline
@@ -373,7 +373,7 @@ class Trials:
                 f"({kept['name'] or 'a family'} {kept['family'][:12]}, not {about['family'][:12]}): name another folder"
             )
         if not self.fresh:
-            for number, record in enumerate(self.store.records("trials", base=self._base)):
+            for number, record in enumerate(self.store.records("trials", base=self.base)):
                 for law in record["laws"]:
                     self._chunks.setdefault(law, []).append((number, record))
 

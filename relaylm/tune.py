@@ -20,6 +20,7 @@ Shapes: S segments, O options, N measured schedules, n rows, T steps, K models.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from relaylm.errors import UserError
 from relaylm.sampler import sample
 from relaylm.schedule import Schedule
 from relaylm.schedule_bound import BoundTable, measure_table, step_costs
+from relaylm.store import content_key
 from relaylm.surrogate import Choice, Fit, Space, best, fit
 from relaylm.tree import Stopped
 from relaylm.trials import add_calls, paired
@@ -190,27 +192,10 @@ def measure_prior(tuner: Tuner, text: np.ndarray | None, quick: bool) -> None:
         problem.notes.append(f"{sees_time[0]} looks at the time t, so there is no likelihood bound to begin with")
         return
     trials.check_time()
-    length, source = trials.given_PL.shape[1], "held-out text"
-    if text is None:
-        n, source = (256 if problem.family.device.type == "cuda" else 32), "the heavy model's own samples"
-        drawn = sample(
-            problem.family,
-            problem.alone(problem.heavy),
-            n,
-            seed=trials.seed,
-            given=trials.given(PRIOR_FIRST_ROW, n),
-            first_row=PRIOR_FIRST_ROW,
-            batch_size=trials.batch,
-            heavy=problem.heavy,
-        )
-        text = drawn.tokens
-        _spend(tuner, {name: count for name, count in drawn.cost.calls.items() if count})
-    elif text.ndim != 2 or text.shape[1] < length:
+    length = trials.given_PL.shape[1]
+    if text is not None and (text.ndim != 2 or text.shape[1] < length):
         raise UserError(f"the held-out text must be rows of at least {length} tokens, not an array of {text.shape}")
-    tuner.table = measure_table(
-        models, text[:, :length], problem.family.mask_id, draws=DRAWS, seed=trials.seed, device=problem.family.device
-    )
-    _spend(tuner, dict.fromkeys(models, len(text) * DRAWS))
+    tuner.table, rows = _bound_table(tuner, models, text)
     before = 0
     for j, width in enumerate(space.widths):
         for o, (model, density) in enumerate(space.options):
@@ -221,19 +206,49 @@ def measure_prior(tuner: Tuner, text: np.ndarray | None, quick: bool) -> None:
         before += width
     tuner.prior_SO -= tuner.prior_SO[:, :1]
     tuner.stages["prior"] = {
-        "source": source,
-        "rows": len(text),
+        "source": "the heavy model's own samples" if text is None else "held-out text",
+        "rows": rows,
         "options": [f"{model} {density}" for model, density in space.options],
         "excess_nats_per_token": tuner.prior_SO.tolist(),
     }
 
 
-def _spend(tuner: Tuner, calls: dict[str, int]) -> None:
-    """Count calls that were not made by `trials`."""
-    spent = tuner.problem.trials.spent
-    for total in (spent.made, spent.now, spent.naive):
-        add_calls(total, calls)
-    tuner.used += sum(calls.values())
+def _bound_table(tuner: Tuner, models: dict[str, Any], text: np.ndarray | None) -> tuple[BoundTable, int]:
+    """Every model's loss by the number of masked positions, from the store or measured, and the rows it is of."""
+    problem, trials = tuner.problem, tuner.problem.trials
+    about = None if text is None else hashlib.sha256(np.ascontiguousarray(text).tobytes()).hexdigest()
+    n = len(text) if text is not None else 256 if problem.family.device.type == "cuda" else 32
+    key = content_key("prior", trials.base, list(models), problem.steps, problem.heavy, about, n, DRAWS)
+    record = trials.store.get(key) if trials.store is not None and not trials.fresh else None
+    spent = trials.spent
+    if record is None:
+        calls = dict.fromkeys(models, n * DRAWS)
+        if text is None:
+            drawn = sample(
+                problem.family,
+                problem.alone(problem.heavy),
+                n,
+                seed=trials.seed,
+                given=trials.given(PRIOR_FIRST_ROW, n),
+                first_row=PRIOR_FIRST_ROW,
+                batch_size=trials.batch,
+                heavy=problem.heavy,
+            )
+            text = drawn.tokens
+            add_calls(calls, {name: count for name, count in drawn.cost.calls.items() if count})
+        text = text[:, : trials.given_PL.shape[1]]
+        device = problem.family.device
+        table = measure_table(models, text, problem.family.mask_id, draws=DRAWS, seed=trials.seed, device=device)
+        arrays = {"m": table.m_ND.tolist(), "weight": table.weight_ND.tolist(), "c": table.c_KND.tolist()}
+        record = {"kind": "prior", "length": table.length, **arrays, "calls": calls}
+        if trials.store is not None:
+            trials.store.put(key, record, replace=trials.fresh)
+        add_calls(spent.now, calls)
+    for total in (spent.made, spent.naive):
+        add_calls(total, record["calls"])
+    tuner.used += sum(record["calls"].values())
+    m_ND, weight_ND, c_KND = (np.array(record[name]) for name in ("m", "weight", "c"))
+    return BoundTable(tuple(models), record["length"], m_ND, weight_ND, c_KND), n
 
 
 # ------------------------------------------------------------------------------------------------ 2: ablations

@@ -345,6 +345,26 @@ def test_an_interrupted_run_goes_on_where_it_was(
         assert timeless(data_of(tmp_path, name)["result"]) == timeless(data_of(out, name)["result"])
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_search_that_is_stopped_is_not_taken_for_a_whole_one(
+    families: dict[str, Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
+    from relaylm.trials import Trials
+
+    original, asked = Trials.scores, []
+
+    def stop(self: Trials, *args: Any, **options: Any) -> Any:
+        asked.append(1)
+        if early or len(asked) == 2:  # at once, or while the best are confirmed
+            raise KeyboardInterrupt
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(Trials, "scores", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(families, tmp_path, ["search", "depths"])
+    assert len(asked) == (1 if early else 2) and not list((tmp_path / "data").iterdir())
+
+
 def test_other_settings_are_run_anew(families: dict[str, Family], tmp_path: Path) -> None:
     for options, status in (
         ({}, "ran"),
@@ -468,11 +488,13 @@ def test_costs_by_hand(tmp_path: Path) -> None:
     expected = sum(3 * (d * mlp_and_attention + head) for d in (4, 6, 8, 10, 12, 12)) * rows / (0.4 * 989e12) / 3600
     found = paper_cost.training_hours("owt", tmp_path)
     assert found["total"] == pytest.approx(expected) and found["source"] == "assumed, not measured"
-    (tmp_path / "a.json").write_text(json.dumps({"preset": "owt", "mfu": 0.5}))
-    (tmp_path / "b.json").write_text(json.dumps({"preset": "wiki-char", "mfu": 0.1}))
+    entries = [("12 x 768, L=1024, V=50258", 0.5), ("12 x 768, L=256, V=9", 0.9), ("12 x 224, L=256, V=28", 0.1)]
+    recorded = {"entries": [{"shape": shape, "mfu": mfu} for shape, mfu in entries]}
+    (tmp_path / "throughput.json").write_text(json.dumps(recorded))
     found = paper_cost.training_hours("owt", tmp_path)
-    assert found["total"] == pytest.approx(expected * 0.8) and found["source"] == "measured with preset owt"
-    assert paper_cost.utilisation("lm1b", tmp_path) == (0.3, "measured with presets owt, wiki-char")
+    assert found["total"] == pytest.approx(expected * 0.8) and "measured at 12 x 768, L=1024" in found["source"]
+    assert paper_cost.utilisation(224, 128, tmp_path)[0] == 0.1
+    assert paper_cost.utilisation(512, 128, tmp_path)[0] == 0.4
     assert math.isclose(call_flops(12, 768, 50258, 1024), 12 * mlp_and_attention + 2 * head, rel_tol=1e-12)
 
 

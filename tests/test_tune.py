@@ -366,11 +366,11 @@ def test_tune_goes_on_from_a_store(family: Family, tmp_path: Path) -> None:
     first = search(family, store=tmp_path, **options)
     again = search(family, store=tmp_path, **options)
     free = search(family, **options)
-    now = [result["calls"]["calls_made_in_this_run"] for result in (again, first)]
-    assert now[0] < 0.5 * now[1]  # the prior's alone
+    assert again["calls"]["calls_made_in_this_run"] == 0
     assert again["schedule"] == first["schedule"] == free["schedule"]
     assert again["confirmed"] == first["confirmed"]
     assert again["calls"]["calls_made"] == first["calls"]["calls_made"]
+    assert again["tuned"] == first["tuned"]
 
 
 def test_quick_looks_at_the_bound_alone(family: Family) -> None:
