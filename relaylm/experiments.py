@@ -54,10 +54,11 @@ class Scale:
     stride_samples: int
     budgets: tuple[float, ...]  # shares of the all-heavy cost to save, for the tuner
     recipe: str = "plain"  # of generative perplexity
+    prefixes: tuple[int, ...] = (8, 4)  # one part in so many of a row is given
 
 
 SCALES = {
-    "cpu": Scale("cpu", 64, 64, 16, 8, 64, 10, (0, 25, 50, 75, 100), 8, 16, (64, 256), 16, (0.2, 0.4)),
+    "cpu": Scale("cpu", 64, 64, 16, 8, 64, 10, (0, 25, 50, 75, 100), 8, 16, (64, 256), 16, (0.2, 0.4), prefixes=(4,)),
     "gpu": Scale(
         "gpu", None, 1600, 160, 400, 500, 20, tuple(range(0, 101, 10)), 256, 128, (256, 1024, 2048), 400,
         (0.1, 0.2, 0.3, 0.4, 0.5),
@@ -198,7 +199,7 @@ def prefixes(setup: Setup) -> dict[str, Any]:
     family, length, n = setup.family, setup.length(), setup.scale.samples
     rows_nL, source = held_out_rows(setup, family, setup.text, n)
     out = {}
-    for part in (8, 4):
+    for part in setup.scale.prefixes:
         given_nL = np.where(np.arange(length) < length // part, rows_nL, -1)
         setup.note(f"prefixes of {length // part}")
         out[str(length // part)] = judged(setup, paper.SCHEDULES, prompts=given_nL, rivals=False)

@@ -277,7 +277,8 @@ def prefixes(result: Result, figures: Path) -> list[Block]:
     titles = {f"{k} given tokens": r for k, r in found.items()}
     caption = "As fig:owt_perplexity_barplot_12b4b_prefix128 and _prefix256: conditional perplexity."
     blocks.append(Figure(draw.bars(titles, figures / "prefixes.png"), caption))
-    for (k, r), key in zip(found.items(), (paper.PREFIX_128, paper.PREFIX_256), strict=False):
+    for k, r in found.items():
+        key = paper.PREFIX_128 if r["length"] // int(k) == 8 else paper.PREFIX_256
         blocks.append(Text(f"**{k} of {r['length']} given.** {_in_words(r, paper.TABLES[key])}"))
         blocks.append(_seven(f"prefixes-{k}", f"After {k} given tokens, beside {key}", r, paper.TABLES[key]))
     return blocks

@@ -107,7 +107,9 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
         network = Transformer(a).initialise(torch.Generator().manual_seed(depth))
         network.output_layer.linear.weight.data.normal_(0, 1, generator=torch.Generator().manual_seed(9))
         models[name] = network.eval()
-    return save_family(tmp_path_factory.mktemp("docs") / "tiny", models, Text8Tokenizer(), length=64, name="tiny")
+    folder = save_family(tmp_path_factory.mktemp("docs") / "tiny", models, Text8Tokenizer(), length=64, name="tiny")
+    (folder / "heldout.txt").write_text("the history of the river and the people who live by it " * 400)
+    return folder
 
 
 def stand_in(text: str, family: Path) -> str:
