@@ -1,5 +1,6 @@
-"""The command line: flags, config files and exit codes. Each command is one function of `relaylm.commands`; what it
-returns goes to `--json FILE` (`-` for standard output). Nothing heavy is imported here, so that `--help` is quick.
+"""The command line: flags, config files and exit codes. Each command is one function of `commands` or
+`measure_commands`; what it returns goes to `--json FILE` (`-` for standard output). Nothing heavy is imported here, so
+that `--help` is quick.
 
 Exit codes: 0 done, 1 failed, 2 bad input (one line that says what was wrong and what is allowed), 130 interrupted.
 """
@@ -17,28 +18,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from relaylm import __version__
-from relaylm.commands import (
-    check_writable,
-    note,
-    reason,
+from relaylm.command_tools import check_writable, note, reason, write_text
+from relaylm.commands import run_convert, run_demo, run_info, run_ls, run_prepare, run_sample, run_train
+from relaylm.errors import UserError
+from relaylm.measure_commands import (
     run_bench,
     run_bound,
     run_compare,
     run_compose,
-    run_convert,
     run_cost,
-    run_demo,
     run_importance,
-    run_info,
-    run_ls,
-    run_prepare,
     run_reproduce,
-    run_sample,
     run_search,
-    run_train,
-    write_text,
 )
-from relaylm.errors import UserError
 
 DESCRIPTION = """\
 Masked diffusion language models whose denoisers take turns.
