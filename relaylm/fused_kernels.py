@@ -69,6 +69,8 @@ if triton is not None:
             at = row[:, None] * width + column[None, :]
             value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
             gradient = tl.load(dh + at, mask=inside, other=0.0).to(tl.float32)
+            if HAS_AFTER:  # asked for here, with the others, though it is wanted last
+                after = tl.load(dx_after + at, mask=inside, other=0.0).to(tl.float32)
             mean = tl.sum(value, axis=1) / width
             centred = tl.where(inside, value - mean[:, None], 0.0)
             inverse = tl.rsqrt(tl.sum(centred * centred, axis=1) / width + 1e-5)[:, None]
@@ -78,7 +80,7 @@ if triton is not None:
             along = tl.sum(scaled * normal, axis=1)[:, None] / width
             result = inverse * (scaled - tl.sum(scaled, axis=1)[:, None] / width - normal * along)
             if HAS_AFTER:
-                result += tl.load(dx_after + at, mask=inside, other=0.0).to(tl.float32)
+                result += after
             result = tl.where(inside, result, 0.0)
             if HAS_BIAS:
                 dbias += result

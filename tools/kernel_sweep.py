@@ -1,0 +1,108 @@
+"""Block sizes of the training kernels, timed on this GPU: how the constants in `relaylm/fused_kernels.py` were chosen.
+
+    python tools/kernel_sweep.py [WIDTH HEADS]
+
+Prints microseconds for 65,536 tokens in rows of 256, the best setting of each kernel first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from relaylm import fused_kernels as kernels
+from relaylm.denoiser import Architecture, Transformer
+
+TOKENS, LENGTH = 65_536, 256
+
+
+def microseconds(function: Callable[[], Any], repeats: int = 20) -> float:
+    """Of one call, by replaying it as a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    graph.replay()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / repeats * 1e3
+
+
+def settings() -> Iterator[tuple[str, dict[str, int]]]:
+    for elements, programs, warps in itertools.product((1024, 2048, 4096), (528, 1056, 2112, 8448), (2, 4, 8)):
+        yield "NORM", {"ELEMENTS": elements, "PROGRAMS": programs, "num_warps": warps}
+    for rows, columns, programs, warps in itertools.product((4, 8, 16), (256, 512), (512, 1024, 4096), (4, 8)):
+        yield "POINTWISE", {"BLOCK_M": rows, "BLOCK_N": columns, "PROGRAMS": programs, "num_warps": warps}
+    for block, stages in itertools.product((64, 128), (2, 3, 4)):
+        yield "ATTENTION", {"BLOCK_Q": 64, "BLOCK_K": block, "num_warps": 4, "num_stages": stages}
+    for step, stages, registers in itertools.product((32, 64), (1, 2, 3), (128, 168, 255)):
+        base = {"BLOCK": 64, "STEP": step, "num_warps": 4, "num_stages": stages}
+        yield "ATTENTION_GRADIENT", {**base, "maxnreg": registers}
+
+
+def launches(width: int, heads: int) -> dict[str, dict[str, Callable[[], Any]]]:
+    """What each setting is used for."""
+
+    def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=dtype)
+
+    x, branch, dh, dx = (random(TOKENS, width) for _ in range(4))
+    weight, bias = random(width, dtype=torch.float32), random(width, dtype=torch.float32)
+    before, value, bias_up = (
+        random(TOKENS, 4 * width),
+        random(TOKENS, 4 * width),
+        random(4 * width, dtype=torch.float32),
+    )
+    cos, sin = Transformer(Architecture(28, LENGTH, width, 1, heads)).cuda().angles(LENGTH)
+    qkv = random(TOKENS // LENGTH, LENGTH, 3 * width)
+    out, normaliser = kernels.attention(qkv, heads, False)
+    return {
+        "NORM": {
+            "forward": lambda: kernels.add_norm(x, branch, bias, weight, torch.bfloat16),
+            "backward": lambda: kernels.add_norm_gradient(x, weight, dh, dx, torch.bfloat16, True),
+        },
+        "POINTWISE": {
+            "forward": lambda: kernels.gelu(before, bias_up),
+            "backward": lambda: kernels.gelu_gradient_(value, before, bias_up),
+        },
+        "ATTENTION": {"forward": lambda: kernels.attention(qkv, heads, False)},
+        "ATTENTION_GRADIENT": {
+            "backward": lambda: kernels.attention_gradient(qkv, out, normaliser, dh, cos, sin, heads, False)
+        },
+    }
+
+
+def main() -> None:
+    width, heads = (int(text) for text in sys.argv[1:3]) if len(sys.argv) > 2 else (256, 4)
+    found: dict[tuple[str, str], list[tuple[float, dict[str, int]]]] = {}
+    uses = launches(width, heads)
+    for name, values in settings():
+        usual = getattr(kernels, name)
+        setattr(kernels, name, values)
+        for which, function in uses[name].items():
+            try:
+                found.setdefault((name, which), []).append((microseconds(function), values))
+            except Exception as error:  # too many registers or too much shared memory: not a candidate
+                print(f"{name} {values}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
+        setattr(kernels, name, usual)
+    for (name, which), times in found.items():
+        print(f"{name} {which}, width {width}")
+        for us, values in sorted(times, key=lambda entry: entry[0])[:5]:
+            print(f"  {us:7.1f}  {values}")
+
+
+if __name__ == "__main__":
+    main()
