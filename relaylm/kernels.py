@@ -6,12 +6,13 @@ These close the gaps between the matrix products, which stay with cuBLAS and cuD
 - `norm`: LayerNorm of the float32 residual stream, in one pass;
 - `rotate_`: rotary embedding of queries and keys, in place in the qkv matrix;
 - `race`: the exponential race of `plan.race`, over the noise of `plan.token_noise`, word for word;
-- `words`: the trainer's mask noise.
+- `philox`: the random words behind it, for whoever wants them as they are.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,18 +59,19 @@ if triton is not None:
             k1 = k1 + w1
         return c0, c1, c2, c3
 
-    @triton.jit(do_not_specialize=["use", "k0", "k1"])
-    def _words_kernel(sample_b, out, quads, use, total, k0, k1, SIZE: tl.constexpr):
+    @triton.jit(do_not_specialize=["k0", "k1"])
+    def _philox_kernel(c0, c1, c2, c3, out, total, k0, k1, SIZE: tl.constexpr):
         index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
         inside = index < total
-        sample = tl.load(sample_b + index // quads, mask=inside, other=0)
-        c0 = (index % quads).to(tl.uint32)
-        low, high = (sample & 0xFFFFFFFF).to(tl.uint32), (sample >> 32).to(tl.uint32)
-        w0, w1, w2, w3 = _philox(c0, low, high, (c0 & 0) + use.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32))
-        tl.store(out + index * 4, w0.to(tl.int64), mask=inside)
-        tl.store(out + index * 4 + 1, w1.to(tl.int64), mask=inside)
-        tl.store(out + index * 4 + 2, w2.to(tl.int64), mask=inside)
-        tl.store(out + index * 4 + 3, w3.to(tl.int64), mask=inside)
+        x0, x1 = tl.load(c0 + index, mask=inside, other=0), tl.load(c1 + index, mask=inside, other=0)
+        x2, x3 = tl.load(c2 + index, mask=inside, other=0), tl.load(c3 + index, mask=inside, other=0)
+        w0, w1, w2, w3 = _philox(
+            x0.to(tl.uint32), x1.to(tl.uint32), x2.to(tl.uint32), x3.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32)
+        )
+        tl.store(out + index, w0.to(tl.int64), mask=inside)
+        tl.store(out + total + index, w1.to(tl.int64), mask=inside)
+        tl.store(out + 2 * total + index, w2.to(tl.int64), mask=inside)
+        tl.store(out + 3 * total + index, w3.to(tl.int64), mask=inside)
 
     @triton.jit
     def _exponential(high, low):
@@ -286,14 +288,13 @@ if triton is not None:
         tl.store(to + HALF, (second * c + first * s).to(qkv.dtype.element_ty), mask=real)
 
 
-def words(seed: int, sample_B: Tensor, length: int, use: int) -> Tensor:
-    """`objective.mask_words` on CUDA: a 32-bit word for each position of each sample, (B, L) int64."""
-    quads = triton.cdiv(length, 4)
-    out = torch.empty((len(sample_B), 4 * quads), dtype=torch.int64, device=sample_B.device)
-    total = len(sample_B) * quads
-    key = (seed & 0xFFFFFFFF, seed >> 32)
-    _words_kernel[(triton.cdiv(total, 256),)](sample_B.long(), out, quads, use, total, *key, SIZE=256)
-    return out[:, :length]
+def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """`plan.philox` on CUDA: one kernel where the plain arithmetic takes a hundred."""
+    words = [word.contiguous() for word in torch.broadcast_tensors(*counter)]
+    out = torch.empty((4, *words[0].shape), dtype=torch.int64, device=words[0].device)
+    total = words[0].numel()
+    _philox_kernel[(triton.cdiv(total, 256),)](*words, out, total, *key, SIZE=256)
+    return out.unbind(0)
 
 
 def race(logits_NV: Tensor, seed: int, row_N: Tensor, position_N: Tensor, draw_N: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relaylm import fused, kernels
+from relaylm import fused
 from relaylm.corpus import TokenFile
 from relaylm.denoiser import Transformer
 from relaylm.diffusion import LINEAR, low_discrepancy_times
@@ -158,8 +158,6 @@ class Batches:
 def mask_words(seed: int, sample_B: Tensor, length: int) -> Tensor:
     """A 32-bit word for each position of each sample, (B, L) int64: a position is masked while its word is below
     (1 - alpha(t)) 2^32. Integer arithmetic, the same on every device."""
-    if sample_B.is_cuda and kernels.available():
-        return kernels.words(seed, sample_B, length, _MASK)
     quad = torch.arange(-(-length // 4), device=sample_B.device)[None, :]
     zero = torch.zeros_like(quad + sample_B[:, None])
     counter = (zero + quad, zero + (sample_B & _LOW)[:, None], zero + (sample_B >> 32)[:, None], zero + _MASK)

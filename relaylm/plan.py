@@ -45,6 +45,11 @@ def philox(counter: Sequence[Any], key: tuple[int, int]) -> tuple[Any, Any, Any,
     """Philox4x32 with ten rounds. Counter words are int64 arrays or tensors that hold 32-bit values; so are the four
     words returned. (A signed 64-bit product wraps, but its bits are those of the unsigned one, and the mask after the
     arithmetic shift removes the sign's copies.)"""
+    if any(isinstance(word, torch.Tensor) and word.is_cuda for word in counter):
+        from relaylm import kernels
+
+        if kernels.available():
+            return kernels.philox(counter, key)  # type: ignore[return-value]
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):

@@ -39,7 +39,7 @@ from relaylm.denoiser import Architecture, Transformer
 from relaylm.engine import settings
 from relaylm.family import Family
 from relaylm.objective import mask_words
-from relaylm.plan import Plan, make_plan, race, uniforms
+from relaylm.plan import Plan, make_plan, philox, race, uniforms
 from relaylm.sampler import denoise, sample
 from relaylm.schedule import Schedule
 
@@ -68,6 +68,16 @@ def test_race_kernel_draws_the_same_tokens_as_the_cpu() -> dict[str, int]:
             different, drawn = different + int((here != there).sum()), drawn + n
     assert different <= drawn * 1e-4
     return {"drawn": drawn, "different": different}
+
+
+def test_philox_kernel_against_plain_arithmetic() -> None:
+    generator = torch.Generator().manual_seed(0)
+    counter = [torch.randint(0, 2**32, (37, 11), generator=generator) for _ in range(4)]
+    counter[1] = counter[1][:1]  # is spread over the rows
+    for key in ((0, 0), (1, 0), (2**32 - 1, 5), (123456789, 2**32 - 1)):
+        here = philox(counter, key)
+        there = philox([word.cuda() for word in counter], key)
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True))
 
 
 def test_mask_words_are_the_same_words() -> None:
