@@ -155,13 +155,13 @@ class Local:
 class _Worker:
     """What runs in a Ray actor."""
 
-    def load(self, folder: str, device: str, dtype: Any, digest: str) -> int:
+    def load(self, folder: str, device: str, dtype: Any, narrow: bool, digest: str) -> int:
         """Load the family; returns the process's number. Not in the constructor, whose errors Ray hides."""
         from relaylm.family import Family
 
         host = socket.gethostname()
         try:
-            self.family = Family.load(folder, device, dtype)
+            self.family = Family.load(folder, device, dtype, narrow=narrow)
         except UserError as error:
             raise UserError(f"a worker on {host} cannot load the family: {error}") from None
         if self.family.digest != digest:
@@ -278,7 +278,8 @@ class Cluster:
         stored, device = self.family.stored, self.family.device
         assert stored is not None
         actor = self._actor.remote()
-        call = actor.load.remote(str(stored.folder.resolve()), device.type, stored.dtype, self.family.digest)
+        how = (device.type, stored.dtype, stored.narrow)
+        call = actor.load.remote(str(stored.folder.resolve()), *how, self.family.digest)
         self._starting[call] = actor
 
     def _started(self, call: Any) -> None:

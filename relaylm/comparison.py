@@ -318,9 +318,8 @@ class _Work:
         """What fixes the bits beyond the law: device, number type, call shape, version."""
         device = self.family.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        stored = self.family.stored
-        dtype = str(stored.dtype).removeprefix("torch.") if stored is not None else "as given"
-        return {"device": name, "dtype": dtype, "batch": min(self.batch, rows), "torch": str(torch.__version__)}
+        precision, version = self.family.precision, str(torch.__version__)
+        return {"device": name, "dtype": precision, "batch": min(self.batch, rows), "torch": version}
 
     def _score(self, entry: Entry, start: int, part: Drawn) -> dict[str, np.ndarray]:
         """The judge's sums for the rows of a piece, from the store or anew."""

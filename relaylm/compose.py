@@ -263,8 +263,7 @@ class _Work:
         weights = {model: self.keys[model] for model in cell.schedule.models}
         about = [weights, self.family.mask_id, cell.schedule.to_json(), cell.steps, str(cell.rule), cell.top_p]
         made = [self.n, self.length, self.seed, self.judge.key, name, self.batch_size, str(torch.__version__)]
-        stored = self.family.stored
-        return _content_key("compose", about, made, str(stored.dtype) if stored is not None else "as given")
+        return _content_key("compose", about, made, f"torch.{self.family.precision}")
 
 
 # ------------------------------------------------------------------------------------------------ what it all says

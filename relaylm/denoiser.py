@@ -221,6 +221,7 @@ class Transformer(nn.Module):
         self.sigma_map = _SigmaMap(a.cond_dim) if a.adaln else None
         self.blocks = nn.ModuleList([_Block(a, dropout) for _ in range(a.depth)])
         self.output_layer = _OutputLayer(a)
+        self.narrow = False  # the residual stream in the blocks' type too: faster, and only nearly the same function
         self._rotary: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._tables: dict[str, tuple[Any, Tensor]] = {}
 
@@ -288,6 +289,8 @@ class Transformer(nn.Module):
         if positions_BK is not None and self._has_kernels():
             return kernels.trunk(self, tokens_BL, positions_BK)
         x = self.vocab_embed(tokens_BL)
+        if self.narrow:
+            x = x.to(cast(_Block, self.blocks[0]).attn_qkv.weight.dtype)
         cond_BC = self._condition(t_B)
         cos_LR, sin_LR = self.angles(tokens_BL.shape[1])
         prune = positions_BK is not None and not self.architecture.causal

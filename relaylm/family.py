@@ -54,6 +54,7 @@ class _Stored:
     folder: Path
     manifest: dict[str, Any]
     dtype: torch.dtype
+    narrow: bool = False
 
 
 @dataclass
@@ -186,18 +187,20 @@ class Family:
         device: str | torch.device = "cpu",
         dtype: str | torch.dtype | None = None,
         revision: str | None = None,
+        narrow: bool = False,
     ) -> Family:
         """A family from a folder, by the name of a bundled one, or by its Hugging Face id "owner/name".
 
         `dtype` is what the blocks compute in: by default bfloat16 on CUDA and float32 elsewhere (the rest is float32
-        either way; float64 is for tests). adaLN without time conditioning is folded into the weights."""
+        either way; float64 is for tests). `narrow` puts the residual stream in that type as well, which is faster on a
+        GPU and only nearly the same law. adaLN without time conditioning is folded into the weights."""
         from relaylm import convert
 
         if convert.recognise(source, revision, hub=False) is not None:  # files, lists, checkpoint folders
-            return convert.load(source, device, dtype, revision)
+            return convert.load(source, device, dtype, revision)._narrowed(narrow)
         folder = locate(source, revision)
         if convert.recognise(folder) is not None:  # a checkpoint on the hub
-            return convert.load(source, device, dtype, revision)
+            return convert.load(source, device, dtype, revision)._narrowed(narrow)
         manifest = read_manifest(folder)
         refuse_pickles(folder)
         where = pick_device(device)
@@ -215,10 +218,23 @@ class Family:
             manifest["roles"]["heavy"],
             where,
             manifest["meta"],
-            _Stored(folder, manifest, chosen),
-        )
+            _Stored(folder, manifest, chosen, narrow),
+        )._narrowed(narrow)
 
     from_pretrained = load
+
+    def _narrowed(self, narrow: bool) -> Family:
+        for model in self.models.values():
+            if isinstance(model, Transformer):
+                model.narrow = narrow
+        return self
+
+    @property
+    def precision(self) -> str:
+        """What the models compute in, in words; part of what fixes the bits of a sample."""
+        if self.stored is None:
+            return "as given"
+        return str(self.stored.dtype).removeprefix("torch.") + (", narrow residual" if self.stored.narrow else "")
 
     def save_pretrained(self, folder: str | Path, *, overwrite: bool = False, **options: Any) -> Path:
         """Store what is in memory, judge and twins included; options as for `save_family`. A family loaded on CUDA has

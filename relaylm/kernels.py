@@ -428,7 +428,10 @@ def up_gelu(h_MD: Tensor, weight_XD: Tensor, bias_X: Tensor) -> Tensor:
 
 
 def add_product_(x_MD: Tensor, h_MX: Tensor, weight_DX: Tensor) -> None:
-    """x += h @ weight^T, the product of bfloat16 matrices added to float32 in the matrix kernel itself."""
+    """x += h @ weight^T: the product of bfloat16 matrices, added to float32 or bfloat16 in the matrix kernel itself."""
+    if x_MD.dtype == torch.bfloat16:
+        torch.addmm(x_MD, h_MX, weight_DX.t(), out=x_MD)
+        return
     torch.ops.aten.addmm.dtype_out(x_MD, h_MX, weight_DX.t(), torch.float32, out=x_MD)
 
 
@@ -471,6 +474,7 @@ def trunk(network: Any, tokens_BL: Tensor, positions_BK: Tensor) -> Tensor:
     k, last = positions_BK.shape[1], len(network.blocks) - 1
     cos, sin = network.angles(length)
     x = network.vocab_embed(tokens_BL).view(b * length, a.width)
+    x = x.bfloat16() if network.narrow else x
     where = (torch.arange(b, device=x.device)[:, None] * length + positions_BK).view(-1)
     offset = None
     for i, block in enumerate(network.blocks):

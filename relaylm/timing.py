@@ -295,6 +295,7 @@ def _key(family: Family, name: str, length: int, shape: Shape) -> dict[str, Any]
         "network": type(model).__qualname__,
         "architecture": None if architecture is None else architecture.to_json(),
         "dtypes": sorted({dtype for _, _, dtype in tensors}),
+        "narrow": bool(getattr(model, "narrow", False)),
         "tensors": hashlib.sha256(json.dumps(tensors).encode()).hexdigest()[:16],
         "length": length,
         "shape": asdict(shape),

@@ -353,7 +353,7 @@ class Trials:
             self.recipe,
             self.batch,
             torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            str(family.stored.dtype) if family.stored is not None else "as given",
+            family.precision,
             str(torch.__version__),
         )
 

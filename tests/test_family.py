@@ -893,3 +893,18 @@ def test_lay_out_keeps_what_is_given(prompt: str, suffix: str, length: int | Non
     assert laid[: len(prompt)] == TEXT8.encode(prompt) and laid[len(laid) - len(suffix) :] == TEXT8.encode(suffix)
     assert 1 <= laid.count(-1) == len(laid) - len(prompt) - len(suffix) and len(laid) <= 8
     assert (length is None or len(laid) == length) and (new is None or laid.count(-1) == new)
+
+
+def test_a_narrow_residual_stream_is_nearly_the_same_law_and_says_so(tmp_path: Path) -> None:
+    folder = save_family(tmp_path / "f", **two(dtype="bfloat16"))
+    tokens, t = torch.randint(0, 27, (4, 16), generator=torch.Generator().manual_seed(0)), torch.ones(4)
+    log_p = {}
+    for narrow in (False, True):
+        family = Family.load(folder, dtype="bfloat16", narrow=narrow)
+        assert family["big"].narrow is narrow  # type: ignore[attr-defined]
+        hidden = family["big"].hidden_at(tokens, t, None)  # type: ignore[attr-defined]
+        assert hidden.dtype == (torch.bfloat16 if narrow else torch.float32)
+        log_p[narrow] = family["big"].logits(tokens, t).log_softmax(-1)
+        assert family.precision == ("bfloat16, narrow residual" if narrow else "bfloat16")
+    kl = (log_p[False].exp() * (log_p[False] - log_p[True])).sum(-1).mean()
+    assert 0 < kl < 0.05
