@@ -8,7 +8,8 @@ A block of width 256 is bound by memory, not by arithmetic: what costs is every 
     product     h W'
     mlp         gelu(h W_up' + b) W_down'                                 GELU's slope and the bias sum in one pass
 
-(Products of our own with GELU or rotation inside were tried, and lost against cuBLAS and these passes on an H200.)
+(Products with rotation inside were tried, and lost against cuBLAS and these passes on an H200; for those with GELU
+inside see `tiled_mlp`.)
 
 A branch is added to the residual stream by the norm after it, and that norm's backward pass also has the gradient of
 the branch's bias: the sum over tokens of dx. With x^ = (x - mean) / std and g = weight * dh,
@@ -36,12 +37,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relaylm import fused_kernels, kernels
+from relaylm import fused_kernels, kernels, tiled_mlp
 
 if TYPE_CHECKING:
     from relaylm.denoiser import Transformer, _Block
 
 OWN_ATTENTION_UP_TO = 256  # positions: the attention of `fused_kernels`; PyTorch's wins in longer rows
+TILED_MLP = False  # GELU inside the MLP's products (`tiled_mlp`), where that applies; off until it has been measured
 RESIDUAL = torch.bfloat16  # the residual stream's precision; float32 costs two more passes over it for every one
 SMALL_VOCABULARY = 512  # up to this size the embedding's gradient is a product with the tokens' indicators
 
@@ -231,14 +233,21 @@ class _Mlp(torch.autograd.Function):
     def forward(
         ctx: Any, h: Tensor, up: Tensor, up_copy: Tensor, bias: Tensor, down: Tensor, down_copy: Tensor
     ) -> Tensor:
-        before = h @ up_copy.t()  # without the bias, which the GELU kernels add
-        after = fused_kernels.gelu(before, bias)
+        ctx.tiled = TILED_MLP and tiled_mlp.applies(h, len(up_copy))
+        if ctx.tiled:
+            before, after = tiled_mlp.up(h, up_copy, bias)
+        else:
+            before = h @ up_copy.t()  # without the bias, which the GELU kernels add
+            after = fused_kernels.gelu(before, bias)
         ctx.save_for_backward(h, up_copy, bias, down_copy, before, after)
         return after @ down_copy.t()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, up, bias, down, before, after = ctx.saved_tensors
-        dbefore = dy @ down
-        dbias = fused_kernels.gelu_gradient_(dbefore, before, bias)
+        if ctx.tiled:
+            dbefore, dbias = tiled_mlp.down_gradient(dy.contiguous(), down, bias, before)
+        else:
+            dbefore = dy @ down
+            dbias = fused_kernels.gelu_gradient_(dbefore, before, bias)
         return dbefore @ up, _weight_gradient(dbefore, h), None, dbias, _weight_gradient(dy, after), None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relaylm import fused, fused_kernels, kernels
+from relaylm import fused, fused_kernels, kernels, tiled_mlp
 from relaylm.denoiser import Architecture, Transformer
 from relaylm.objective import Objective
 from relaylm.recipe import Recipe
@@ -130,6 +130,25 @@ def measured(name: str, residual: torch.dtype, own: bool) -> dict[str, tuple[flo
 def test_final_norm_and_gradients(name: str, residual: torch.dtype, own: bool) -> None:
     found = measured(name, residual, own)
     assert all(off < allowed for off, allowed in found.values()), found
+
+
+def test_products_with_gelu_inside() -> None:
+    """The same numbers as a product and a pass of GELU after it, at sizes that are no multiples of the tiles."""
+    generator = torch.Generator().manual_seed(4)
+    kind = torch.bfloat16 if ON_CUDA else torch.float32
+    for tokens, width, hidden in ((300, 64, 256), (130, 224, 896), (257, 40, 120)):
+        h, dy = torch.randn(2, tokens, width, generator=generator).to(DEVICE, kind)
+        up, down = torch.randn(hidden, width, generator=generator), torch.randn(width, hidden, generator=generator)
+        up, down = (0.1 * up).to(DEVICE, kind), (0.1 * down).to(DEVICE, kind)
+        bias = torch.randn(hidden, generator=generator).to(DEVICE)
+        assert tiled_mlp.applies(h, hidden)
+        before, after = tiled_mlp.up(h, up, bias)
+        dbefore, dbias = tiled_mlp.down_gradient(dy, down, bias, before)
+        want = {"before": h @ up.t(), "after": fused_kernels.gelu(before, bias), "dbefore": dy @ down}
+        want["dbias"] = fused_kernels.gelu_gradient_(want["dbefore"], before, bias)
+        got = {"before": before, "after": after, "dbefore": dbefore, "dbias": dbias}
+        off = {name: float((got[name].double() - x.double()).norm() / x.double().norm()) for name, x in want.items()}
+        assert max(off.values()) < (0.01 if ON_CUDA else 2e-6), off
 
 
 def test_twice_the_same_bits() -> None:

@@ -1,4 +1,4 @@
-"""Block sizes of the training kernels, timed on this GPU: how the constants in `relaylm/fused_kernels.py` were chosen.
+"""Block sizes of the training kernels, timed on this GPU: how the constants in `fused_kernels` and `tiled_mlp` were chosen.
 
     python tools/kernel_sweep.py [WIDTH HEADS]
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from relaylm import fused_kernels as kernels
+from relaylm import fused_kernels, tiled_mlp
 from relaylm.denoiser import Architecture, Transformer
 
 TOKENS, LENGTH = 65_536, 256
@@ -51,6 +51,10 @@ def settings() -> Iterator[tuple[str, dict[str, int]]]:
     for step, stages, registers in itertools.product((32, 64), (1, 2, 3), (128, 168, 255)):
         base = {"BLOCK": 64, "STEP": step, "num_warps": 4, "num_stages": stages}
         yield "ATTENTION_GRADIENT", {**base, "maxnreg": registers}
+    for columns, warps, stages, group in itertools.product((128, 256), (4, 8), (2, 3, 4), (4, 8)):
+        tile = {"M": 128, "N": columns, "K": 64, "GROUP": group, "num_warps": warps, "num_stages": stages}
+        yield "UP", tile
+        yield "DOWN", tile
 
 
 def launches(width: int, heads: int) -> dict[str, dict[str, Callable[[], Any]]]:
@@ -66,21 +70,27 @@ def launches(width: int, heads: int) -> dict[str, dict[str, Callable[[], Any]]]:
         random(TOKENS, 4 * width),
         random(4 * width, dtype=torch.float32),
     )
+    up, down = random(4 * width, width), random(width, 4 * width)
     cos, sin = Transformer(Architecture(28, LENGTH, width, 1, heads)).cuda().angles(LENGTH)
     qkv = random(TOKENS // LENGTH, LENGTH, 3 * width)
-    out, normaliser = kernels.attention(qkv, heads, False)
+    out, normaliser = fused_kernels.attention(qkv, heads, False)
     return {
         "NORM": {
-            "forward": lambda: kernels.add_norm(x, branch, bias, weight, torch.bfloat16),
-            "backward": lambda: kernels.add_norm_gradient(x, weight, dh, dx, torch.bfloat16, True),
+            "forward": lambda: fused_kernels.add_norm(x, branch, bias, weight, torch.bfloat16),
+            "backward": lambda: fused_kernels.add_norm_gradient(x, weight, dh, dx, torch.bfloat16, True),
         },
         "POINTWISE": {
-            "forward": lambda: kernels.gelu(before, bias_up),
-            "backward": lambda: kernels.gelu_gradient_(value, before, bias_up),
+            "forward": lambda: fused_kernels.gelu(before, bias_up),
+            "backward": lambda: fused_kernels.gelu_gradient_(value, before, bias_up),
         },
-        "ATTENTION": {"forward": lambda: kernels.attention(qkv, heads, False)},
+        "ATTENTION": {"forward": lambda: fused_kernels.attention(qkv, heads, False)},
+        "UP": {"up with GELU": lambda: tiled_mlp.up(x, up, bias_up), "up alone": lambda: x @ up.t()},
+        "DOWN": {
+            "down, GELU's slope": lambda: tiled_mlp.down_gradient(dh, down, bias_up, before),
+            "down alone": lambda: dh @ down,
+        },
         "ATTENTION_GRADIENT": {
-            "backward": lambda: kernels.attention_gradient(qkv, out, normaliser, dh, cos, sin, heads, False)
+            "backward": lambda: fused_kernels.attention_gradient(qkv, out, normaliser, dh, cos, sin, heads, False)
         },
     }
 
@@ -90,14 +100,15 @@ def main() -> None:
     found: dict[tuple[str, str], list[tuple[float, dict[str, int]]]] = {}
     uses = launches(width, heads)
     for name, values in settings():
-        usual = getattr(kernels, name)
-        setattr(kernels, name, values)
+        room = tiled_mlp if name in ("UP", "DOWN") else fused_kernels
+        usual = getattr(room, name)
+        setattr(room, name, values)
         for which, function in uses[name].items():
             try:
                 found.setdefault((name, which), []).append((microseconds(function), values))
             except Exception as error:  # too many registers or too much shared memory: not a candidate
                 print(f"{name} {values}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
-        setattr(kernels, name, usual)
+        setattr(room, name, usual)
     for (name, which), times in found.items():
         print(f"{name} {which}, width {width}")
         for us, values in sorted(times, key=lambda entry: entry[0])[:5]:
