@@ -81,11 +81,16 @@ def html(blocks: Sequence[Block], title: str) -> str:
         else:
             head = "".join(f"<th>{_inline(cell)}</th>" for cell in block.head)
             body = "".join(
-                "<tr>" + "".join(f"<td>{_inline(cell)}</td>" for cell in row) + "</tr>" for row in block.rows
+                "<tr>" + "".join(f"<td>{_unbroken(_inline(cell))}</td>" for cell in row) + "</tr>" for row in block.rows
             )
             table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
             parts.append(f"<p class='caption'>{_inline(block.caption)}</p><div class='wide'>{table}</div>")
     return _PAGE.replace("$TITLE", escape(title)).replace("$BODY", "\n".join(parts))
+
+
+def _unbroken(text: str) -> str:
+    """A number and its margin, and the ends of an interval, on one line."""
+    return re.sub(r" (±|to) (?=[-+]?\d)", "\u00a0\\1\u00a0", text)
 
 
 def write(blocks: Sequence[Block], title: str, folder: Path) -> None:

@@ -41,6 +41,11 @@ def test_quality_table_of_the_readme() -> None:
     assert rows["8b"]["gen_ppl_ci"][1] < rows["sandwich:50%"]["gen_ppl"]  # what the text below the table says
 
 
+def test_time_of_the_small_reproduction() -> None:
+    seconds = json.loads((ROOT / "results" / "reproduce" / "cpu-timing.json").read_text())["seconds_total"]
+    assert f"{seconds / 60:.0f} minutes on two" in (ROOT / "docs" / "reproduce.md").read_text()
+
+
 def test_every_result_says_how_it_was_made() -> None:
     files = sorted((ROOT / "results").rglob("*.json"))
     assert files
