@@ -42,7 +42,7 @@ def test_quality_table_of_the_readme() -> None:
 
 
 def test_time_of_the_small_reproduction() -> None:
-    seconds = json.loads((ROOT / "results" / "reproduce" / "cpu-timing.json").read_text())["seconds_total"]
+    seconds = json.loads((ROOT / "results" / "reproduce-cpu.json").read_text())["seconds_total"]
     assert f"{seconds / 60:.0f} minutes on two" in (ROOT / "docs" / "reproduce.md").read_text()
 
 
