@@ -221,7 +221,8 @@ def deeper_loses_less(data: Data) -> list[Finding]:
 def wall_clock_below_flops(data: Data) -> list[Finding]:
     found = []
     times = data.get("time", {})
-    for where, item in (("this family", times.get("family")), ("the paper's size", times.get("paper_size"))):
+    recorded = f" ({times['recorded'].split(',')[0]})" if times.get("recorded") else ""  # not measured in this run
+    for where, item in (("this family", times.get("family")), ("the paper's size" + recorded, times.get("paper_size"))):
         if not item or not item.get("reference_ms_per_row_step") or not item.get("engine_ms_per_row_step"):
             continue
         depth = item["settings"]["depth"]

@@ -193,7 +193,7 @@ def build_parser() -> argparse.ArgumentParser:
     p = command(
         "compose",
         run_compose,
-        "rules x steps x schedules: do savings compose?",
+        "decoding rules x steps x schedules, and whether their savings multiply",
         "relaylm compose --steps 32,256 --plot grid.png",
     )
     family_flag(p)
@@ -425,6 +425,7 @@ def _finite(value: Any) -> Any:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    args = None
     try:
         args = apply_config(build_parser(), argv)
         if args.json is not None:
@@ -437,7 +438,8 @@ def main(argv: list[str] | None = None) -> int:
         note(f"relaylm: {error}")
         return 2
     except KeyboardInterrupt:
-        note("relaylm: interrupted")
+        kept = getattr(args, "store", None) is not None
+        note("relaylm: interrupted" + ("; run again with the same --store to go on" if kept else ""))
         return 130
     except BrokenPipeError:
         # The reader of our output went away (a pager, head); nothing is wrong.

@@ -64,7 +64,7 @@ def run_sample(args: argparse.Namespace) -> dict[str, Any]:
         from relaylm.terminal import Watch
 
         given_L = lay_out(family, args.prompt, args.suffix, args.infill, args.length, args.max_new_tokens)
-        used = [name for name in family.names if name in schedule.bind(light, heavy).models or name == heavy]
+        used = [name for name in family.names if name in schedule.bind(light, heavy).models]
         stream = sys.stderr if args.json == "-" else sys.stdout
         callback = Watch(family, given_L, used, stream, pace=4.0 if args.watch else 0.0)
     same = "steps length seed prompt suffix infill max_new_tokens stop temperature top_p top_k stride batch_size"
@@ -119,7 +119,8 @@ def show_samples(family: Any, samples: Any) -> None:
         if row + 1 < len(samples.tokens):
             print("─" * 40)
     if colours:
-        note(legend(family, samples.trace.models, True))
+        wrote = [name for name, count in samples.cost.calls.items() if count]
+        note(legend(family, wrote, True, bool((samples.trace.model_nL < 0).any())))
 
 
 def cost_line(samples: Any, heavy: str) -> str:

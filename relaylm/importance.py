@@ -302,6 +302,8 @@ def _means(name: str, x_TN: np.ndarray, skewed: bool = False) -> dict[str, Any]:
     for x_N in x_TN:
         x = x_N[np.isfinite(x_N)]
         mean, low, high = (float(v) for v in interval(x)) if len(x) else (math.nan,) * 3
+        if skewed and low < 0:  # what is skewed here cannot be negative
+            low = 0.0
         value.append(metrics.finite(mean))
         ci.append([metrics.finite(low), metrics.finite(high)])
     return {name: value, f"{name}_ci": ci}

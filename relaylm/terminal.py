@@ -38,10 +38,10 @@ def colour_of(model: int) -> int:
     return PALETTE[model % len(PALETTE)]
 
 
-def legend(family: Family, models: Sequence[str], colours: bool) -> str:
+def legend(family: Family, models: Sequence[str], colours: bool, given: bool = True) -> str:
     ranked = [(family.names.index(name), name) for name in family.names if name in models]
     names = [paint(f"■ {name}", colour_of(rank)) if colours else name for rank, name in ranked]
-    return "written by " + "  ".join(names) + (paint("  ■ given", GIVEN) if colours else "")
+    return "written by " + "  ".join(names) + (paint("  ■ given", GIVEN) if colours and given else "")
 
 
 def writers_of(family: Family, samples: Samples, row: int) -> list[int]:
@@ -154,7 +154,8 @@ class Watch:
         state = (
             f"t = {event.t:.3f}   step {event.step or '-'}   {event.model} runs   {self.written}/{self.total} written"
         )
-        lines += ["", state[:width].ljust(width), legend(self.family, self.models, self.colours)]
+        given = bool((self.writer == -1).any())
+        lines += ["", state[:width].ljust(width), legend(self.family, self.models, self.colours, given)]
         up = f"\x1b[{self.height}F" if self.colours and self.height else ""
         self.stream.write(up + "\n".join(lines) + "\n")
         self.stream.flush()

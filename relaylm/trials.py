@@ -317,17 +317,26 @@ class Trials:
 
     def check(self, schedule: Schedule, first: int, rows: int) -> bool:
         """Does the schedule, run by itself, give the tokens that the tree gave, bit for bit?"""
-        alone = sample(
-            self.family,
-            schedule,
-            rows,
-            seed=self.seed,
-            given=self.given(first, rows),
-            first_row=first,
-            batch_size=self.batch,
-            heavy=self.heavy,
-        )
-        return _hash(alone.tokens.astype("<i4")) == self.hashes[self.law(schedule), first, rows]
+        law = self.law(schedule)
+        key = _content_key("alone", self.base, law, first, rows)
+        record = None if self.store is None or self.fresh else self.store.get(key)
+        if record is None:
+            with self._bar("checking", rows * self.expected_calls([schedule])) as bar:
+                alone = sample(
+                    self.family,
+                    schedule,
+                    rows,
+                    seed=self.seed,
+                    given=self.given(first, rows),
+                    first_row=first,
+                    batch_size=self.batch,
+                    heavy=self.heavy,
+                    on_calls=lambda done, _: bar.update(done - bar.n),
+                )
+            record = {"kind": "alone", "schedule": str(schedule), "tokens": _hash(alone.tokens.astype("<i4"))}
+            if self.store is not None:
+                self.store.put(key, record, replace=self.fresh)
+        return bool(record["tokens"] == self.hashes[law, first, rows])
 
     def check_time(self) -> None:
         if self._late():

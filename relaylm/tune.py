@@ -143,6 +143,8 @@ def tune(
     result: dict[str, Any] = {"stopped": None, "rows": total, "goals": list(goals), "max_loss": max_loss}
     basis = None
     try:
+        if not quick:
+            _check_rows(tuner)
         measure_prior(tuner, text, quick)
         basis = "the likelihood bound alone"
         if quick:
@@ -265,18 +267,24 @@ def ablations(space: Space) -> list[Choice]:
     return list(dict.fromkeys(found))
 
 
-def _ablate(tuner: Tuner) -> None:
+def _check_rows(tuner: Tuner) -> None:
+    """Are there enough for the ablations? Known before any network runs."""
     space, problem = tuner.space, tuner.problem
-    choices = ablations(space)
-    schedules = [space.schedule(choice) for choice in choices]
-    n = min(MOST_ROWS, tuner.affordable(schedules, SHARES["ablations"] * tuner.budget))
-    if n < 2:
+    schedules = [space.schedule(choice) for choice in ablations(space)]
+    if tuner.affordable(schedules, SHARES["ablations"] * tuner.budget) < 2:
         one, least = (problem.trials.expected_calls(part) for part in (schedules[:1], schedules))
         raise UserError(
             f"{tuner.budget / one:.0f} rows are too few to tune {len(problem.models)} models in {space.segments} "
             f"segments: give at least {math.ceil(2.01 * least / SHARES['ablations'] / one)}, or fewer segments, models "
             "or densities"
         )
+
+
+def _ablate(tuner: Tuner) -> None:
+    space = tuner.space
+    choices = ablations(space)
+    schedules = [space.schedule(choice) for choice in choices]
+    n = min(MOST_ROWS, tuner.affordable(schedules, SHARES["ablations"] * tuner.budget))
     log_Sn = tuner.take_rows(schedules, n, "ablations")
     tuner.choices |= dict(zip(choices, schedules, strict=True))
     singles = []

@@ -82,18 +82,22 @@ def comparisons(rows: Sequence[dict[str, Any]], log_Sn: np.ndarray) -> dict[str,
             if row["schedule"] in other["rival_of"]:
                 difference = metrics.paired_difference(log_Sn[r], log_Sn[s], weights_Rn)
                 ratio = None if not row["flops"] or other["flops"] is None else other["flops"] / row["flops"]
-                outcome = ("wins" if difference["difference"] < 0 else "loses") if difference["differs"] else "level"
                 contests.append(
                     {
                         "schedule": row["schedule"],
                         "rival": other["schedule"],
                         "what": other["rival"],
-                        "outcome": outcome,
+                        "outcome": "level",
                         "flops_ratio": ratio,
                         "entropy_difference": other["entropy"] - row["entropy"],
                         **difference,
                     }
                 )
+    # Of many contests one in twenty goes astray by chance: an outcome must stand the adjustment for their number.
+    for item, p in zip(contests, metrics.holm([item["p"] for item in contests]), strict=True):
+        item["p_holm"] = p
+        if p < 1 - metrics.LEVEL:
+            item["outcome"] = "wins" if item["difference"] < 0 else "loses"
     return {"paired": paired, "samples_needed": needed, "rivals": contests}
 
 
@@ -149,7 +153,11 @@ def render(result: Mapping[str, Any], width: int | None = None) -> str:
 
     def difference(row: Mapping[str, Any]) -> str:
         item = paired.get(row["schedule"])
-        return "reference" if item is None else _plus_minus(item["difference"], item["ci"], "+.4f", item["differs"])
+        return (
+            "reference"
+            if item is None
+            else _plus_minus(item["difference"], item["ci"], "+.4f", item["p_holm"] < 1 - metrics.LEVEL)
+        )
 
     marks = {"asked": " ", "anchor": "·", "rival": "≈"}
     column("schedule", lambda row: f"{marks[row['kind']]} {row['schedule']}")
