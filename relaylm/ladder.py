@@ -188,10 +188,11 @@ def quick_look(tuner: Tuner, limits: Sequence[float], max_loss: float | None) ->
         for candidate in candidates(tuner, limit):
             unique.setdefault(problem.trials.law(candidate.schedule), candidate)
     heavy_N = schedule_bound(table, heavy.schedule).nats_N / table.length
-    rows = []
+    rows, nats = [], {}
     for candidate in unique.values():
         found = schedule_bound(table, candidate.schedule)
-        against = paired(found.nats_N / table.length, heavy_N)
+        nats[str(candidate.schedule)] = found.nats_N / table.length
+        against = paired(nats[str(candidate.schedule)], heavy_N)
         about = {"what": candidate.what, "kind": candidate.kind, **problem.about(candidate.schedule)}
         rows.append({**about, "bits": found.bits, "against_heavy": against})
 
@@ -205,9 +206,13 @@ def quick_look(tuner: Tuner, limits: Sequence[float], max_loss: float | None) ->
         chosen = best_within(limits[len(limits) // 2])
     for row in rows:
         row["recommended"] = row is chosen
+    own_N, (low, high) = nats[chosen["schedule"]], chosen["against_heavy"]["ci"]
+    others = [row for row in rows if row is not chosen and row["price"] <= chosen["price"] * (1 + SLACK)]
+    alike = sum(not paired(nats[row["schedule"]], own_N)["differs"] for row in others)
     line = (
         f"{use(problem, chosen)}, by the likelihood bound alone: {chosen['saved']:.1%} saved, "
-        f"{chosen['against_heavy']['difference']:+.4f} nats a token against all-heavy. Sampling may disagree."
+        f"{chosen['against_heavy']['difference']:+.4f} nats a token against all-heavy ({low:+.4f} to {high:+.4f}); "
+        f"{alike} of {len(others)} others that cost no more cannot be told from it. Sampling may disagree."
     )
     picked = next(c for c in unique.values() if str(c.schedule) == chosen["schedule"])
     rows.sort(key=lambda row: row["bits"])
