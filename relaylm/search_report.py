@@ -65,20 +65,23 @@ def _interval(ci: Sequence[float | None], form: str) -> str:
 
 
 def _exhaustive_lines(result: Mapping[str, Any]) -> list[str]:
-    head = [f"best and worst of {result['schedules_tried']}", "saved", "perplexity", "95%"]
+    few = len(result["schedules"]) <= len(result["top"]) + len(result["bottom"])
+    title = f"all {len(result['schedules'])}, best first" if few else f"best and worst of {result['schedules_tried']}"
+    head = [title, "saved", "perplexity", "95%"]
 
     def cells(row: Mapping[str, Any]) -> list[str]:
         return [_short(row["name"]), f"{row['saved']:.1%}", f"{row['ppl']:.3f}", _interval(row["ppl_ci"], ".3f")]
 
-    rows = (
-        [cells(row) for row in result["top"]] + [["...", "", "", ""]] + [cells(row) for row in result["bottom"][::-1]]
-    )
+    rows = [cells(row) for row in (result["schedules"] if few else result["top"])]
+    if not few:
+        rows += [["...", "", "", ""], *(cells(row) for row in result["bottom"][::-1])]
     lines = [*_table(head, rows), ""]
     for model, influence in result["influence"].items():
-        head = [f"{model} in segment", "influence on perplexity", "95%", "in the top 20", "in the bottom 20"]
+        head = [f"{model} in segment", "influence on perplexity", "95%"]
+        head += [] if few else ["in the top 20", "in the bottom 20"]
         rows = []
         for j, value in enumerate(influence):
-            frequency = (result[f"{end}_frequency"][model][j] for end in ("top", "bottom"))
+            frequency = (result[f"{end}_frequency"][model][j] for end in (() if few else ("top", "bottom")))
             shown = "" if value is None else f"{value:+.3f}"
             ci = result["influence_ci"][model][j]
             rows.append([str(j), shown, _interval(ci, "+.3f"), *(f"{share:.0%}" for share in frequency)])

@@ -1,4 +1,4 @@
-"""Block sizes of the training kernels, timed on this GPU: how the constants in `fused_kernels` and `tiled_mlp` were chosen.
+"""Block sizes of the training kernels, timed on this GPU: how constants in `fused_kernels` and `tiled_mlp` were chosen.
 
     python tools/kernel_sweep.py [WIDTH HEADS]
 
