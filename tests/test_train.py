@@ -563,10 +563,10 @@ from relaylm.denoiser import Architecture
 from relaylm.recipe import Recipe
 from relaylm.loop import train_model
 from relaylm.trainer import world
-folder, out, shard = sys.argv[1:]
+folder, out, shard, optimizer = sys.argv[1:]
 corpus = TokenFile.load(folder)
 recipe = Recipe(batch=8, steps=100, warmup=10, lr=1e-3, dropout=0.0, ema=0.9, log_every=1, eval_every=40, eval_rows=4,
-                checkpoint_every=100, shard=shard == "1", micro_batch=2)
+                checkpoint_every=100, shard=shard == "1", micro_batch=2, optimizer=optimizer)
 with world("cpu") as where:
     train_model(corpus, out, Architecture(28, 16, 16, 2, 2), recipe, where=where, progress=False)
 """
@@ -576,20 +576,19 @@ def losses_of(folder: Path) -> list[float]:
     return [row["loss"] for row in map(json.loads, open(folder / loop.METRICS)) if "loss" in row]
 
 
-@pytest.mark.parametrize("shard", ["0", pytest.param("1", marks=pytest.mark.slow)])
-def test_two_processes_give_the_loss_of_one(corpus: TokenFile, tmp_path: Path, shard: str) -> None:
+@pytest.mark.parametrize(
+    ("shard", "optimizer"), [("0", "adamw"), ("0", "muon"), pytest.param("1", "adamw", marks=pytest.mark.slow)]
+)
+def test_two_processes_give_the_loss_of_one(corpus: TokenFile, tmp_path: Path, shard: str, optimizer: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-c", WORKER, str(corpus.folder)]
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    runs = [
-        subprocess.Popen([*command, str(tmp_path / "two"), shard], env={**common, "RANK": str(rank), "WORLD_SIZE": "2"})
-        for rank in range(2)
-    ]
-    recipe = Recipe(
-        batch=8, steps=100, warmup=10, lr=1e-3, dropout=0.0, ema=0.9, log_every=1, eval_every=40, eval_rows=4
-    )
+    command += [str(tmp_path / "two"), shard, optimizer]
+    runs = [subprocess.Popen(command, env={**common, "RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)]
+    often = {"log_every": 1, "eval_every": 40, "eval_rows": 4}
+    recipe = Recipe(batch=8, steps=100, warmup=10, lr=1e-3, dropout=0.0, ema=0.9, optimizer=optimizer, **often)
     train_model(corpus, tmp_path / "one", Architecture(28, 16, 16, 2, 2), recipe, progress=False)
     assert [run.wait(timeout=120) for run in runs] == [0, 0]
     one, two = losses_of(tmp_path / "one"), losses_of(tmp_path / "two")
