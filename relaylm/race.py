@@ -291,5 +291,8 @@ def _verdict(rows: Sequence[dict[str, Any]], problem: Problem) -> str:
     if mixed and chosen["kind"] != "mixed":
         against = min(mixed, key=lambda row: row["log_ppl"])["against_recommended"]
         margin = f"{against['difference']:+.4f} ({against['ci'][0]:+.4f} to {against['ci'][1]:+.4f})"
-        line += f" AN EQUAL-COMPUTE RIVAL WINS: the best mixed schedule is at {margin} against it."
+        if against["differs"] and against["difference"] > 0:
+            line += f" AN EQUAL-COMPUTE RIVAL WINS: the best mixed schedule is at {margin} against it."
+        else:
+            line += f" No mixed schedule is shown to be better than this simpler choice; the best is at {margin}."
     return line
