@@ -17,48 +17,26 @@ from __future__ import annotations
 
 import copy
 import math
-import platform
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-import relaylm
 from relaylm import bench_parts as measure
 from relaylm.bench_parts import Effort, Job
 from relaylm.denoiser import Architecture, Transformer
 from relaylm.errors import UserError
 from relaylm.family import Family
 from relaylm.members import DTYPES, pick_device
+from relaylm.provenance import how_made
 from relaylm.published import Side, best_batch, random_network
 from relaylm.rival import rival
 from relaylm.sampler import Samples
-from relaylm.timing import device_name
 
 PARTS = ("cache", "compiled", "trajectory", "shares", "memory", "breakdown", "kl", "rival", "growth", "bound")
 X = TypeVar("X")
-
-
-def _machine(device: torch.device) -> dict[str, Any]:
-    cpu = device_name(torch.device("cpu"))
-    gpu = device_name(device) if device.type == "cuda" else None
-    return {"platform": platform.platform(), "cpu": cpu, "threads": torch.get_num_threads(), "gpu": gpu}
-
-
-def _commit() -> str | None:
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    try:
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def _sides(
@@ -244,11 +222,8 @@ def bench(
             "adaln_in_reference": a.adaln,
             "precision": kinds,
         },
-        "machine": _machine(where),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "relaylm": relaylm.__version__},
         "seed": seed,
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "commit": _commit(),
+        **how_made(where),
         "errors": errors,
         "seconds_total": time.perf_counter() - began,
     }

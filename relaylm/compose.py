@@ -20,9 +20,6 @@ Shapes: n rows, C cells.
 from __future__ import annotations
 
 import math
-import platform
-import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,13 +28,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-import relaylm
 from relaylm import metrics
-from relaylm.bench import _commit, _machine
 from relaylm.comparison import _content_key, _model_key, _open_store, _progress
 from relaylm.decoding import Rule, parse_rule
 from relaylm.errors import UserError
 from relaylm.judge import Judge, load_judge, score
+from relaylm.provenance import how_made
 from relaylm.sampler import sample
 from relaylm.schedule import Schedule
 
@@ -171,10 +167,7 @@ def compose(
         "heavy": heavy,
         "judge": work.judge.name,
         "device": str(family.device),
-        "machine": _machine(family.device),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "relaylm": relaylm.__version__},
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "commit": _commit(),
+        **how_made(family.device),
         "rows": rows,
         "combinations": both,
         "answer": answer(both),

@@ -399,8 +399,8 @@ def _rotate(
 
 
 def up_gelu(h_MD: Tensor, weight_XD: Tensor, bias_X: Tensor) -> Tensor:
-    """gelu(h @ weight^T + bias), the tanh form, in bfloat16. 6% faster than cuBLAS's own epilogue, which computes an
-    exact tanh after each tile; this one's is good to 2^-11, a quarter of what rounding to bfloat16 does next."""
+    """gelu(h @ weight^T + bias), the tanh form, in bfloat16. cuBLAS's own epilogue computes an exact tanh after each
+    tile; this one's is good to 2^-11, a quarter of what rounding to bfloat16 does next, and overlaps the next tile."""
     (rows, width), columns = h_MD.shape, len(bias_X)
     m, n, k = 128, 256, 64
     hopper = torch.cuda.get_device_capability(h_MD.device) >= (9, 0)

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import platform
-import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -22,17 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-import relaylm
 from relaylm import experiments, mdlm_experiments, paper
-from relaylm.bench import _commit, _machine
 from relaylm.checkpoint import write_json
 from relaylm.claims import Verdict, verdicts
 from relaylm.document import Block, Heading, Table, Text, write
 from relaylm.errors import UserError
 from relaylm.experiments import SCALES, Experiment, Scale, Setup
 from relaylm.family import Family
+from relaylm.provenance import how_made
 from relaylm.sections import SECTIONS
 from relaylm.store import Store, content_key
 from relaylm.text import read_text
@@ -192,11 +187,8 @@ def _run(experiment: Experiment, setup: Setup, folder: Path) -> dict[str, Any]:
         "key": key,
         "scale": asdict(setup.scale),
         "family": {"name": setup.family.name, "digest": setup.family.digest, "models": list(setup.family.names)},
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "seed": setup.seed,
-        "machine": _machine(setup.family.device),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "relaylm": relaylm.__version__},
-        "commit": _commit(),
+        **how_made(setup.family.device),
         "date": datetime.date.today().isoformat(),
         "seconds": seconds,
     }

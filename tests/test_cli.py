@@ -474,3 +474,11 @@ def test_two_converted_models_are_scheduled_through_the_command_line(
     assert run("sample", "--family", str(tmp_path / "back"), *words) == 0
     cost = json.loads(capsys.readouterr().out)["cost"]
     assert len(cost["calls"]) == 2 and all(cost["calls"].values()) and 0 < cost["flops_saved"] < 1
+
+
+@pytest.mark.parametrize(("given", "found"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_sleep_while_they_wait_unless_told_otherwise(given: dict[str, str], found: str) -> None:
+    code = "import os; from relaylm.__main__ import main; main(); print(os.environ.get('OMP_WAIT_POLICY'))"
+    rest = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    done = subprocess.run([sys.executable, "-c", code, "ls"], env={**rest, **given}, capture_output=True, text=True)
+    assert done.stdout.strip().endswith(found)

@@ -165,6 +165,26 @@ def test_the_first_line_names_the_winner() -> None:
     assert line(0.1).startswith("Every equal-compute rival loses")
 
 
+def test_a_win_must_stand_the_number_of_contests() -> None:
+    """A rival whose lead has p of about 0.03 wins alone, and not among ten of which nine are level."""
+    rng = np.random.default_rng(1)
+    base, n = rng.normal(2, 0.2, 200), 200
+    noise = rng.normal(0, 0.05, (10, n))
+    noise -= noise.mean(axis=1, keepdims=True)
+    noise[0] -= 2.2 * noise[0].std(ddof=1) / np.sqrt(n)
+
+    def contests(rivals: int) -> list[dict[str, Any]]:
+        names = [("mix", "asked", None, []), *((f"r{k}", "rival", "a rival", ["mix"]) for k in range(rivals))]
+        rows = [
+            {"schedule": name, "kind": kind, "rival": what, "rival_of": of, "flops": 1e9, "entropy": 3.0}
+            for name, kind, what, of in names
+        ]
+        return comparisons(rows, np.stack([base, *(base + noise[k] for k in range(rivals))]))["rivals"]
+
+    assert 0.02 < contests(1)[0]["p"] < 0.04 and contests(1)[0]["outcome"] == "wins"
+    assert [item["outcome"] for item in contests(10)] == ["level"] * 10
+
+
 def test_render(result: dict[str, Any]) -> None:
     text = render(result)
     lines = text.split("\n")

@@ -16,7 +16,7 @@ from helpers import State, TableDenoiser, _subsets, _write, law_of_steps, masked
 from relaylm.denoiser import Architecture, Transformer
 from relaylm.errors import UserError
 from relaylm.family import Family
-from relaylm.importance import importance, measure, path_kl, render
+from relaylm.importance import _means, importance, measure, path_kl, render
 from relaylm.schedule import Schedule, Timetable
 
 LENGTH, SYMBOLS = 3, 3
@@ -247,3 +247,10 @@ def test_path_kl_refuses_other_models() -> None:
     curve = {"light": "a", "heavy": "b", "t": [1.0], "kl_sum": [1.0]}
     with pytest.raises(UserError, match="but the schedule has"):
         path_kl(curve, Timetable(("a", "c"), (1.0, 0.5, 0.0)))
+
+
+def test_intervals_of_what_cannot_be_negative_do_not_go_below_zero() -> None:
+    few = np.array([[0.001, 0.002, 0.9, 0.001]])
+    found = _means("kl", few, skewed=True)
+    assert found["kl_ci"][0][0] == 0.0 < found["kl"][0]
+    assert _means("loss_diff", few)["loss_diff_ci"][0][0] < 0

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_oracle import Oracle, network, oracle_problem, small_family
 
-from relaylm import cli, tree, trials
+from relaylm import cli, tree, trials, tune
 from relaylm.cluster import Cluster, Local
 from relaylm.errors import UserError
 from relaylm.evolve import evolve, within
@@ -55,6 +55,25 @@ def bits(*texts: str) -> list[Schedule]:
 
 
 # ------------------------------------------------------------------------------------------------ the evaluator
+
+
+def test_a_check_is_kept_and_not_made_again(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = bits("1100")[0]
+    first = make_trials(family, store=Store(tmp_path / "s"))
+    first.scores([schedule], 4)
+    assert first.check(schedule, 0, 4)
+    monkeypatch.setattr(trials, "sample", lambda *_, **__: pytest.fail("it was run again"))
+    again = make_trials(family, store=Store(tmp_path / "s"))
+    again.scores([schedule], 4)
+    assert again.check(schedule, 0, 4)
+    again.hashes[again.law(schedule), 0, 4] = "of other tokens"
+    assert not again.check(schedule, 0, 4)
+
+
+def test_too_few_rows_are_refused_before_anything_runs(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "measure_prior", lambda *_: pytest.fail("networks ran"))
+    with pytest.raises(UserError, match="too few to tune"):
+        search(family, budget="25%", rows=3, segments=4, progress=False)
 
 
 def test_scores_are_those_of_independent_runs(family: Family) -> None:
