@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -245,11 +244,18 @@ def test_decoding_rules_keep_the_device_busy() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    from relaylm.provenance import how_made
+
     results: dict[str, Any] = {}
     for name, test in list(globals().items()):
         if name.startswith("test_"):
             began = time.perf_counter()
-            results[name] = {"result": test(), "seconds": round(time.perf_counter() - began, 2)}
+            try:
+                results[name] = {"passed": True, "result": test()}
+            except Exception as error:  # the others are run all the same
+                results[name] = {"passed": False, "error": f"{type(error).__name__}: {error}"[:2000]}
+            results[name]["seconds"] = round(time.perf_counter() - began, 2)
             print(name, results[name], flush=True)
-    machine = {"gpu": torch.cuda.get_device_name(), "python": platform.python_version(), "torch": torch.__version__}
-    Path(sys.argv[1]).write_text(json.dumps({"draws": DRAWS, "tests": results, "machine": machine}, indent=1) + "\n")
+            record = {"draws": DRAWS, "seed": 0, **how_made(torch.device("cuda")), "tests": results}
+            Path(sys.argv[1]).write_text(json.dumps(record, indent=1) + "\n")
+    sys.exit(not all(found["passed"] for found in results.values()))

@@ -2,12 +2,16 @@
 
     python tools/kernel_sweep.py [WIDTH HEADS]
 
-Prints microseconds for 65,536 tokens in rows of 256, the best setting of each kernel first.
+Prints microseconds for 65,536 tokens in rows of 256, the best setting of each kernel first. Compiling takes far longer
+than timing, so all kernels are compiled first, by as many processes as there are cores, into Triton's cache on disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -95,23 +99,49 @@ def launches(width: int, heads: int) -> dict[str, dict[str, Callable[[], Any]]]:
     }
 
 
-def main() -> None:
-    width, heads = (int(text) for text in sys.argv[1:3]) if len(sys.argv) > 2 else (256, 4)
+@contextlib.contextmanager
+def set_to(name: str, values: dict[str, int]) -> Iterator[None]:
+    room = tiled_mlp if name in ("UP", "DOWN") else fused_kernels
+    usual = getattr(room, name)
+    setattr(room, name, values)
+    try:
+        yield
+    finally:
+        setattr(room, name, usual)
+
+
+def compile_share(which: int, of: int, width: int, heads: int) -> None:
+    uses = launches(width, heads)
+    for name, values in itertools.islice(settings(), which, None, of):
+        with set_to(name, values):
+            for function in uses[name].values():
+                with contextlib.suppress(Exception):  # the sweep says which of them cannot be launched
+                    function()
+    torch.cuda.synchronize()
+
+
+def sweep(width: int, heads: int) -> dict[tuple[str, str], list[tuple[float, dict[str, int]]]]:
+    """Microseconds and settings of each kernel, the best first."""
     found: dict[tuple[str, str], list[tuple[float, dict[str, int]]]] = {}
     uses = launches(width, heads)
     for name, values in settings():
-        room = tiled_mlp if name in ("UP", "DOWN") else fused_kernels
-        usual = getattr(room, name)
-        setattr(room, name, values)
         for which, function in uses[name].items():
-            try:
-                found.setdefault((name, which), []).append((microseconds(function), values))
-            except Exception as error:  # too many registers or too much shared memory: not a candidate
-                print(f"{name} {values}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
-        setattr(room, name, usual)
-    for (name, which), times in found.items():
+            with set_to(name, values):
+                try:
+                    found.setdefault((name, which), []).append((microseconds(function), values))
+                except Exception as error:  # too many registers or too much shared memory: not a candidate
+                    print(f"{name} {values}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
+    return {key: sorted(times, key=lambda entry: entry[0]) for key, times in found.items()}
+
+
+def main() -> None:
+    width, heads = (int(text) for text in sys.argv[1:3]) if len(sys.argv) > 2 else (256, 4)
+    processes = max(1, (os.cpu_count() or 1) - 1)
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        pool.starmap(compile_share, [(k, processes, width, heads) for k in range(processes)])
+    for (name, which), times in sweep(width, heads).items():
         print(f"{name} {which}, width {width}")
-        for us, values in sorted(times, key=lambda entry: entry[0])[:5]:
+        for us, values in times[:5]:
             print(f"  {us:7.1f}  {values}")
 
 
