@@ -35,7 +35,7 @@ from relaylm.denoiser import Architecture
 from relaylm.errors import UserError
 from relaylm.objective import Batches
 from relaylm.recipe import OPERATIONAL, Recipe, lr_at
-from relaylm.trainer import MFU_FORMULA, Prefetch, Trainer, World, peak_tflops, training_flops
+from relaylm.trainer import AVERAGE, MFU_FORMULA, Prefetch, Trainer, World, peak_tflops, training_flops
 
 CHECKPOINT, METRICS, SUMMARY, SAMPLES = "checkpoint.safetensors", "metrics.jsonl", "summary.json", "samples.jsonl"
 
@@ -227,6 +227,10 @@ def _append(path: Path, row: dict[str, Any]) -> None:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
+def stage_file(folder: Path, step: int) -> Path:
+    return folder / f"stage-{step}.safetensors"
+
+
 class _Loop:
     """The steps of one run: train, and every so often look at the numbers, evaluate, sample, save."""
 
@@ -273,7 +277,7 @@ class _Loop:
             if self.progress is not None:
                 self.progress.update(1)
             last = step == recipe.steps
-            save = last or step % recipe.checkpoint_every == 0
+            save = last or step % recipe.checkpoint_every == 0 or step in recipe.stages
             look = save or step % recipe.log_every == 0
             stopped = self._stopped(signals, look)
             if look or stopped:
@@ -408,6 +412,9 @@ class _Loop:
         tensors = self.trainer.tensors()
         self.state["step"] = self.trainer.step_count
         if self.world.main:
+            if self.trainer.step_count in self.recipe.stages:
+                kept = {name: value for name, value in tensors.items() if name.startswith(AVERAGE)}
+                checkpoint.save(stage_file(self.folder, self.trainer.step_count), kept, {})
             checkpoint.save(self.folder / CHECKPOINT, tensors, {**self.state, "identity": self.identity})
         self._not_training(began)
 

@@ -21,9 +21,16 @@ def how_made(device: torch.device) -> dict[str, Any]:
     return {
         "machine": {"platform": platform.platform(), "cpu": cpu, "threads": torch.get_num_threads(), "gpu": gpu},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "relaylm": relaylm.__version__},
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
         "commit": _commit(),
     }
+
+
+def _command() -> str:
+    """As it could be typed: `python -m relaylm` is relaylm."""
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.name == "__main__.py" else program.name
+    return shlex.join([name, *sys.argv[1:]])
 
 
 def _commit() -> str | None:

@@ -72,6 +72,8 @@ class Recipe:
     sample_every: int = 0
     """Steps between samples; 0: none."""
     checkpoint_every: int = 1000
+    stages: tuple[int, ...] = ()
+    """Steps after which the averaged weights are kept beside the checkpoint, to study how models change."""
     diverged: float = 3.0
     """Stop when the mean loss of 20 steps after the warm-up is this many times its running median over up to 400 steps,
     or that of the uniform distribution."""
@@ -94,6 +96,8 @@ class Recipe:
             )
         if not 0 <= self.final_lr <= 1:
             raise UserError(f"final_lr is a share of lr, 0 to 1, not {self.final_lr}")
+        if any(not 0 < step < self.steps for step in self.stages):
+            raise UserError(f"stages are steps before the last, 1 to {self.steps - 1}, not {list(self.stages)}")
         for name, choices in (
             ("optimizer", ("adamw", "muon")),
             ("decay", ("constant", "cosine", "linear")),
@@ -117,6 +121,7 @@ OPERATIONAL = (
     "eval_draws",
     "sample_every",
     "checkpoint_every",
+    "stages",
     "diverged",
 )
 
@@ -249,7 +254,8 @@ def override(preset: Preset, **overrides: Any) -> Preset:
     unknown = sorted(set(given) - recipe_names - {f.name for f in fields(Preset)})
     if unknown:
         raise UserError(f"there is no setting {unknown[0]!r}")
-    if "depths" in given:
-        given["depths"] = tuple(given["depths"])
+    for key in ("depths", "stages"):
+        if key in given:
+            given[key] = tuple(given[key])
     recipe = replace(preset.recipe, **{key: given.pop(key) for key in list(given) if key in recipe_names})
     return replace(preset, recipe=recipe, **given)

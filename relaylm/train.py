@@ -24,11 +24,13 @@ from relaylm import checkpoint
 from relaylm.corpus import TokenFile
 from relaylm.denoiser import Architecture, Transformer, build
 from relaylm.errors import UserError
-from relaylm.loop import CHECKPOINT, train_model
+from relaylm.loop import CHECKPOINT, stage_file, train_model
 from relaylm.objective import Batches
 from relaylm.recipe import Preset, load_preset, override
 from relaylm.recipe import presets as presets
-from relaylm.trainer import MFU_FORMULA, Prefetch, Trainer, peak_tflops, training_flops, world
+from relaylm.trainer import AVERAGE, MFU_FORMULA, Prefetch, Trainer, peak_tflops, training_flops, world
+
+TWIN = "-twin"
 
 # ------------------------------------------------------------------------------------------------------------ family
 
@@ -50,7 +52,8 @@ def train_family(
 
     `overrides` are fields of `Preset` and `Recipe` (depths, twin, judge, steps, lr, ...). Each model has a folder of
     its own under OUT/models with its checkpoint, metrics and summary; what is finished there is not trained again.
-    The resolved settings go to OUT/config.json.
+    The resolved settings go to OUT/config.json. What the models were like after each of the recipe's `stages` goes to
+    OUT/stages/STEP, families too.
     """
     from relaylm.family_folder import save_family
 
@@ -62,7 +65,7 @@ def train_family(
     out = Path(out_folder).expanduser()
     jobs = [(f"{depth}b", depth, False, chosen.recipe.seed) for depth in sorted(chosen.depths)]
     if chosen.twin is not None:
-        jobs.append((f"{chosen.twin}b-twin", chosen.twin, False, chosen.recipe.seed + 1))
+        jobs.append((f"{chosen.twin}b{TWIN}", chosen.twin, False, chosen.recipe.seed + 1))
     if chosen.judge is not None:
         jobs.append(("judge", chosen.judge, True, chosen.recipe.seed))
     shapes = {
@@ -90,9 +93,11 @@ def train_family(
                 dist.barrier()  # the others must see the finished checkpoint
         target = out / "family"
         if where.main:
-            networks = {key: averaged_network(out / "models" / key, shapes[key]) for key, *_ in jobs}
+            for step in chosen.recipe.stages:
+                save_stage(out, step, chosen, {key: shapes[key] for key, *_ in jobs}, corpus)
+            networks = {key: averaged_network(out / "models" / key / CHECKPOINT, shapes[key]) for key, *_ in jobs}
             judge = networks.pop("judge", None)
-            twin = networks.pop(f"{chosen.twin}b-twin", None)
+            twin = networks.pop(f"{chosen.twin}b{TWIN}", None)
             save_family(
                 target,
                 networks,
@@ -109,13 +114,33 @@ def train_family(
     return target
 
 
-def averaged_network(folder: Path, architecture: Architecture) -> Transformer:
-    """The network of a run's checkpoint with the averaged weights, in float32."""
-    found = checkpoint.load(folder / CHECKPOINT)
+def save_stage(out: Path, step: int, preset: Preset, shapes: dict[str, Architecture], corpus: TokenFile) -> None:
+    """A family of the denoisers as they were after so many steps (those of which that was kept)."""
+    from relaylm.family_folder import save_family
+
+    files = {key: stage_file(out / "models" / key, step) for key, shape in shapes.items() if not shape.causal}
+    networks = {key: averaged_network(file, shapes[key]) for key, file in files.items() if file.is_file()}
+    twins = {key.removesuffix(TWIN): networks.pop(key) for key in list(networks) if key.endswith(TWIN)}
+    if networks:
+        tokens = step * preset.recipe.batch * preset.length
+        save_family(
+            out / "stages" / str(step),
+            networks,
+            corpus.tokenizer,
+            length=preset.length,
+            name=f"{preset.name} after {step} steps",
+            twins={key: twin for key, twin in twins.items() if key in networks},
+            meta={"preset": preset.to_json(), "training": {key: {"steps": step, "tokens": tokens} for key in networks}},
+            overwrite=True,
+        )
+
+
+def averaged_network(file: Path, architecture: Architecture) -> Transformer:
+    """The network with the averaged weights of a run's checkpoint, in float32."""
+    found = checkpoint.load(file)
     if found is None:
-        raise UserError(f"there is no checkpoint in {folder}")
-    prefix = "average/"
-    return build(architecture, {k.removeprefix(prefix): v for k, v in found[0].items() if k.startswith(prefix)})
+        raise UserError(f"there is no checkpoint {file}")
+    return build(architecture, {k.removeprefix(AVERAGE): v for k, v in found[0].items() if k.startswith(AVERAGE)})
 
 
 def model_card(name: str, preset: Preset, corpus: TokenFile, summaries: dict[str, dict[str, Any]], command: str) -> str:

@@ -56,6 +56,7 @@ PEAK_TFLOPS = {
     "RTX 3090": 71.0,
     "V100": 125.0,
 }
+AVERAGE = "average/"  # what names of averaged weights begin with, in a checkpoint
 MFU_FORMULA = (
     "rows/s * 3 * (depth * (24 L d^2 + 4 L^2 d) + 2 k d V) / peak, k = L/2 masked positions (causal: k = L, 2 L^2 d)"
 )
@@ -309,7 +310,7 @@ class Trainer:
             optimizer = self._owner(value)
             moments = optimizer.state.get(value, {})
             made[f"weights/{name}"] = _host(value)
-            made[f"average/{name}"] = _host(self.ema[name])
+            made[AVERAGE + name] = _host(self.ema[name])
             for key in _moments(optimizer):
                 made[f"{key}/{name}"] = _host(moments[key]) if moments else torch.zeros(value.shape)
         return made
@@ -320,7 +321,7 @@ class Trainer:
     def restore(self, tensors: dict[str, Tensor], step: int) -> None:
         for name, value in self.params.items():
             _assign(value, tensors[f"weights/{name}"])
-            _assign(self.ema[name], tensors[f"average/{name}"])
+            _assign(self.ema[name], tensors[AVERAGE + name])
             if not step:
                 continue
             optimizer = self._owner(value)

@@ -502,6 +502,26 @@ def test_a_family_from_text(corpus: TokenFile, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "models" / "2b" / loop.CHECKPOINT).stat().st_mtime_ns == stamp
 
 
+def test_stages_are_what_a_shorter_run_would_have_been(corpus: TokenFile, tmp_path: Path) -> None:
+    """Weights that are kept on the way are those of the run stopped there, and they do not change the run."""
+    preset = Preset("toy", "text8", "running", 16, 16, 2, (1, 2), twin=2, judge=1, recipe=TOY)
+    kept = override(preset, stages=(4, 7))
+    train_family(corpus.folder, tmp_path / "kept", kept, device="cpu", progress=False)
+    train_family(corpus.folder, tmp_path / "plain", preset, device="cpu", progress=False)
+    train_family(corpus.folder, tmp_path / "short", override(preset, steps=7), device="cpu", progress=False)
+    runs = {name: tmp_path / name / "models" / "2b" for name in ("kept", "plain", "short")}
+    assert same(weights(runs["kept"]), weights(runs["plain"]))
+    stage = checkpoint.load(loop.stage_file(runs["kept"], 7))
+    assert stage is not None
+    short = weights(runs["short"])
+    assert same(stage[0], {name: value for name, value in short.items() if name.startswith("average/")})
+    family = Family.load(tmp_path / "kept" / "stages" / "4", dtype="float32")
+    assert family.names == ("1b", "2b") and list(family.twins) == ["2b"] and family.judge is None
+    assert family.meta["training"]["2b"]["tokens"] == 4 * TOY.batch * 16
+    with pytest.raises(UserError, match="1 to 11"):
+        override(preset, stages=(12,))
+
+
 @pytest.mark.parametrize("name", ["owt", "lm1b", "wiki-char", "books-char", "wiki-bpe"])
 def test_presets_at_toy_size(name: str, tmp_path: Path) -> None:
     """Every preset's own way of packing, with its own recipe but for the sizes."""
