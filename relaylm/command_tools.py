@@ -24,14 +24,13 @@ def out(text: str) -> None:
 
 @contextlib.contextmanager
 def progress(label: str, unit: str, shown: bool = True) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr for anything that reports (done, total); appears only if the work takes over a second."""
+    """A bar for anything that reports (done, total); appears only if the work takes over a second."""
     if not shown:
         yield None
         return
-    from tqdm import tqdm
+    from relaylm.progress import progress_bar
 
-    look: dict[str, Any] = {"leave": False, "dynamic_ncols": True, "disable": None}  # None: not into a file or a pipe
-    with tqdm(desc=label, unit=unit, delay=1.0, file=sys.stderr, **look) as bar:
+    with progress_bar(label, None, unit, delay=1.0, leave=False, dynamic_ncols=True) as bar:
 
         def update(done: int, total: int) -> None:
             bar.total = total
@@ -41,9 +40,9 @@ def progress(label: str, unit: str, shown: bool = True) -> Iterator[Callable[[in
 
 
 def read_schedule(text: str) -> str:
-    """The text of a schedule, or what @FILE says: plain notation, or JSON with a "schedule" in it."""
+    """The text of a schedule in one line, or what @FILE says: plain notation, or JSON with a "schedule" in it."""
     if not text.startswith("@"):
-        return text
+        return " ".join(text.split())
     path = Path(text[1:]).expanduser()
     content = read_file(str(path)).strip()
     if content.startswith("{"):
@@ -54,8 +53,25 @@ def read_schedule(text: str) -> str:
         except json.JSONDecodeError as error:
             raise UserError(f"{path} is not valid JSON: {error}") from None
         value = data.get("schedule", data)
-        return value if isinstance(value, str) else str(Schedule.from_json(value))
-    return content
+        return " ".join(value.split()) if isinstance(value, str) else str(Schedule.from_json(value))
+    return " ".join(content.split())
+
+
+def read_schedules(texts: str) -> list[str]:
+    """Schedules separated by commas, each as it was typed (or as its @FILE says): so tables name them. All are good."""
+    from relaylm.schedule import Schedule
+
+    found = [read_schedule(text.strip()) for text in texts.split(",") if text.strip()]
+    for text in found:
+        Schedule.parse(text)
+    return found
+
+
+def with_provenance(result: dict[str, Any], family: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """A result for `--json`, and how it was made; what the result says itself stands."""
+    from relaylm.provenance import how_made
+
+    return {"seed": args.seed, **how_made(family.device), **result}
 
 
 def read_file(path: str) -> str:

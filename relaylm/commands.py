@@ -24,6 +24,7 @@ from relaylm.command_tools import (
     out,
     progress,
     read_schedule,
+    with_provenance,
     write_text,
 )
 from relaylm.errors import UserError
@@ -34,7 +35,8 @@ def run_sample(args: argparse.Namespace) -> dict[str, Any]:
     from relaylm.sampler import sample
     from relaylm.schedule import Schedule
 
-    schedule = Schedule.parse(read_schedule(args.schedule))
+    typed = read_schedule(args.schedule)
+    schedule = Schedule.parse(typed)
     if args.watch and args.n > 1:
         raise UserError(f"--watch plays one sample, not {args.n}")
     if args.watch and args.cluster is not None:
@@ -99,11 +101,12 @@ def run_sample(args: argparse.Namespace) -> dict[str, Any]:
     if args.html is not None:
         from relaylm.player import page
 
-        write_text(args.html, page(family, samples, None if by_time else schedule.bind(light, heavy), heavy))
-    note(cost_line(samples, heavy))
+        shown = replace(samples, schedule=typed)
+        write_text(args.html, page(family, shown, None if by_time else schedule.bind(light, heavy), heavy))
+    note(cost_line(samples, typed, heavy))
     if samples.changes_law:
         note(f"{', '.join(samples.changes_law)}: these samples do not follow the models' own law")
-    return samples.to_json()
+    return with_provenance(samples.to_json(), family, args)
 
 
 def show_samples(family: Any, samples: Any) -> None:
@@ -123,11 +126,11 @@ def show_samples(family: Any, samples: Any) -> None:
         note(legend(family, wrote, True, bool((samples.trace.model_nL < 0).any())))
 
 
-def cost_line(samples: Any, heavy: str) -> str:
+def cost_line(samples: Any, schedule: str, heavy: str) -> str:
     cost = samples.cost
     calls = ", ".join(f"{count} of {name}" for name, count in cost.calls.items() if count)
     steps = "infinitely many" if math.isinf(samples.steps) else f"{int(samples.steps)}"
-    line = f"{samples.schedule}: {steps} steps, calls: {calls}"
+    line = f"{schedule}: {steps} steps, calls: {calls}"
     if cost.flops is not None:
         saved = f", {100 * cost.flops_saved:.1f}% saved against {heavy} alone" if cost.flops_saved is not None else ""
         line += f"; {cost.flops:.3g} FLOPs{saved}"

@@ -26,6 +26,7 @@ from relaylm.contenders import Entry, base_steps, contenders
 from relaylm.cost import mean_price, prices
 from relaylm.errors import UserError
 from relaylm.judge import Judge, features, load_judge, score, weights_digest
+from relaylm.progress import progress_bar
 from relaylm.sampler import Samples, sample
 from relaylm.schedule import Schedule
 from relaylm.timing import energy_counter
@@ -113,8 +114,8 @@ def compare(
         metrics.mauve_package()  # before the work is done, not after
         work.human_mD = _features(referee, family, mauve)
     if cluster is not None:
-        work.draw(entries, cluster, _progress(progress, len(entries) * n))
-    bar = _progress(progress, len(entries) * n)
+        work.draw(entries, cluster, progress_bar("drawing", len(entries) * n, "row", progress, leave=False))
+    bar = progress_bar("sampling" if cluster is None else "judging", len(entries) * n, "row", progress, leave=False)
     rows: list[dict[str, Any]] = []
     log_Sn: list[np.ndarray] = []
     for entry, likelihood in zip(entries, bounds, strict=True):
@@ -510,9 +511,3 @@ def _unpack(record: Mapping[str, Any], length: int, names: Sequence[str]) -> Dra
     none = [0] * len(tokens)
     calls = np.array([record["calls"].get(name, none) for name in names], dtype=np.int64).T
     return Drawn(tokens, calls, flops, float(record["seconds"]))
-
-
-def _progress(show: bool, total: int) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, disable=not show, unit="row", leave=False)

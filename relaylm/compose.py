@@ -29,11 +29,11 @@ import numpy as np
 import torch
 
 from relaylm import metrics
-from relaylm.comparison import _content_key, _model_key, _open_store, _progress
+from relaylm.comparison import _content_key, _model_key, _open_store
 from relaylm.decoding import Rule, parse_rule
 from relaylm.errors import UserError
 from relaylm.judge import Judge, load_judge, score
-from relaylm.provenance import how_made
+from relaylm.progress import progress_bar
 from relaylm.sampler import sample
 from relaylm.schedule import Schedule
 
@@ -138,7 +138,7 @@ def compose(
     grid = cells(family, rules, steps, schedules, light, heavy)
     length = length or family.length
     work = _Work(family, load_judge(judge, family), n, length, seed, heavy, batch_size, _open_store(store), fresh)
-    bar = _progress(progress, len(grid) * n)
+    bar = progress_bar("sampling", len(grid) * n, "row", progress, leave=False)
     rows: list[dict[str, Any]] = []
     per_row: list[Mapping[str, np.ndarray]] = []
     for cell in grid:
@@ -167,7 +167,6 @@ def compose(
         "heavy": heavy,
         "judge": work.judge.name,
         "device": str(family.device),
-        **how_made(family.device),
         "rows": rows,
         "combinations": both,
         "answer": answer(both),

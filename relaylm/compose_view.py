@@ -6,6 +6,8 @@ no number is typed by hand.
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ import numpy as np
 from relaylm.compose import diversity, kind_of
 from relaylm.errors import UserError
 from relaylm.report import COLOURS, MARKERS, _figure, _save
+from relaylm.terminal import fitted_table
 
 Result = Mapping[str, Any]
 HEAD = ("rule", "dial", "schedule", "perplexity", "entropy", "words", "distinct-4", "calls/row", "GFLOPs/row", "s")
+SPARE = ("s", "calls/row", "distinct-4", "words")  # what a narrow terminal goes without, the first to go first
 
 
 def _cells(result: Result, row: Mapping[str, Any]) -> list[str]:
@@ -38,27 +42,31 @@ def _cells(result: Result, row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def render(result: Result) -> str:
-    """The answer first, then every cell; a star marks the Pareto front."""
-    table = [HEAD, *(_cells(result, row) for row in result["rows"])]
-    marks = [" ", *("*" if row["front"] else " " for row in result["rows"])]
-    widths = [max(len(line[k]) for line in table) for k in range(len(HEAD))]
-    lines = [
-        f"{mark} " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for mark, line in zip(marks, table, strict=True)
+def render(result: Result, width: int | None = None) -> str:
+    """The answer first, then every cell in `width` columns (the terminal's); a star marks the Pareto front."""
+    width = width or shutil.get_terminal_size((120, 24)).columns
+    rows = []
+    for row in result["rows"]:
+        rule, *cells = _cells(result, row)
+        rows.append([f"{'*' if row['front'] else ' '} {rule}", *cells])
+    lines, left_out = fitted_table([f"  {HEAD[0]}", *HEAD[1:]], rows, width, names=(0, 1, 2), spare=SPARE)
+    notes = [
+        "* nothing has fewer operations, lower perplexity and higher entropy at once (words' where there are words)"
     ]
-    where = f"{result['n']} samples a cell, judge {result['judge']}, seed {result['seed']}"
-    note = "* nothing has fewer operations, lower perplexity and higher entropy at once (words' where there are words)"
-    return "\n".join([result["answer"], "", *lines, note, where])
+    notes += [f"left out for want of room: {', '.join(left_out)} (--json has all)"] if left_out else []
+    notes += [f"{result['n']} samples a cell, judge {result['judge']}, seed {result['seed']}"]
+    wrapped = [line for note in notes for line in textwrap.wrap(note, width, subsequent_indent="  ")]
+    return "\n".join([result["answer"], "", *lines, *wrapped])
 
 
 def markdown(result: Result) -> str:
     """The answer, the front, and what both together save and lose, as a section of a document."""
     name = result["family"]["name"] or "family"
-    machine = result["machine"].get("gpu") or result["machine"]["cpu"]
+    machine = result.get("machine", {})
+    where = machine.get("gpu") or machine.get("cpu") or result["device"]
     made = (
         f"Family `{name}`, {result['n']} samples in each of {len(result['rows'])} cells, length {result['length']}, "
-        f"judge `{result['judge']}`, seed {result['seed']}, {machine}."
+        f"judge `{result['judge']}`, seed {result['seed']}, {where}."
     )
     front = sorted((row for row in result["rows"] if row["front"]), key=lambda row: row["flops"] or 0)
     lines = [f"### {name}", "", result["answer"], "", made, "", "The Pareto front, from the cheapest:", ""]

@@ -27,17 +27,16 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from tqdm import tqdm
 
 from relaylm.checkpoint import sync_folder
 from relaylm.errors import UserError
+from relaylm.progress import progress_bar
 from relaylm.text import file_sha256, find_sources, pieces
 from relaylm.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, vocabulary
 
@@ -290,10 +289,8 @@ def _tokenizer_json(tokenizer: str | Path | Tokenizer) -> dict[str, Any]:
     return (load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer).to_json()
 
 
-def _bar(label: str, total: int | None, progress: bool) -> tqdm:
-    return tqdm(
-        total=total, desc=label, unit="char", unit_scale=True, file=sys.stderr, disable=not progress, dynamic_ncols=True
-    )
+def _bar(label: str, total: int | None, progress: bool) -> Any:
+    return progress_bar(label, total, "char", progress, unit_scale=True, dynamic_ncols=True)
 
 
 def _write(path: Path, data: bytes) -> None:

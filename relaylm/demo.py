@@ -110,6 +110,4 @@ def tiny_family() -> Path:
     except OSError as error:
         raise UserError(f"cannot write to {home} ({error.strerror}): set XDG_CACHE_HOME to another folder") from None
     prepare([home / "text.txt"], home / "corpus", tokenizer="text8", progress=False)
-    return train_family(
-        home / "corpus", home / "out", "tiny-cpu", device="cpu", name="demo", progress=sys.stderr.isatty()
-    )
+    return train_family(home / "corpus", home / "out", "tiny-cpu", device="cpu", name="demo", progress=True)

@@ -42,6 +42,7 @@ from relaylm.diffusion import LINEAR, Alpha, unmask_probability
 from relaylm.engine import settings
 from relaylm.errors import UserError
 from relaylm.plan import uniforms
+from relaylm.progress import progress_bar
 from relaylm.sampler import sample
 from relaylm.schedule import Timetable
 
@@ -173,7 +174,7 @@ def importance(
         if states == "data"
         else [[p for p in chosen if p[1] == h] for h in dict.fromkeys(h for _, h in chosen)]
     )
-    bar = _progress(progress, len(groups) * len(times))
+    bar = progress_bar("importance", len(groups) * len(times), "t", progress, leave=False)
     out = []
     for group in groups:
         models, everything = _with_twins(family, group)
@@ -376,12 +377,6 @@ def _with_twins(family: Family, pairs: Sequence[tuple[str, str]]) -> tuple[dict[
             models[TWIN + heavy] = family.twins[heavy]
             everything.append((TWIN + heavy, heavy))
     return models, everything
-
-
-def _progress(show: bool, total: int) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, disable=not show, unit="t", leave=False)
 
 
 def render(result: Mapping[str, Any]) -> str:

@@ -26,7 +26,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm import tqdm
 
 from relaylm import checkpoint
 from relaylm.bound import Bound, bound, causal_bound, spread_rows
@@ -34,6 +33,7 @@ from relaylm.corpus import TokenFile
 from relaylm.denoiser import Architecture
 from relaylm.errors import UserError
 from relaylm.objective import Batches
+from relaylm.progress import progress_bar
 from relaylm.recipe import OPERATIONAL, Recipe, lr_at
 from relaylm.trainer import AVERAGE, MFU_FORMULA, Prefetch, Trainer, World, peak_tflops, training_flops
 
@@ -253,18 +253,12 @@ class _Loop:
         self.rows: list[Tensor] = []  # what steps returned since the numbers were last looked at; still on the device
         self.clock = time.perf_counter()
         self.last_bound: Bound | None = None
-        self.progress: tqdm | None = None
+        self.progress: Any = None  # the bar, once there is one
 
     @contextlib.contextmanager
     def bar(self, shown: bool) -> Iterator[None]:
-        with tqdm(
-            total=self.recipe.steps,
-            initial=self.state["step"],
-            desc=self.label or "train",
-            unit="step",
-            file=sys.stderr,
-            disable=not shown,
-            dynamic_ncols=True,
+        with progress_bar(
+            self.label or "train", self.recipe.steps, "step", shown, initial=self.state["step"], dynamic_ncols=True
         ) as self.progress:
             yield
 

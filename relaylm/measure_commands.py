@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 from typing import Any
 
 from relaylm.command_tools import (
@@ -17,7 +16,9 @@ from relaylm.command_tools import (
     progress,
     read_file,
     read_schedule,
+    read_schedules,
     token_rows,
+    with_provenance,
     write_text,
 )
 from relaylm.errors import UserError
@@ -25,10 +26,8 @@ from relaylm.errors import UserError
 
 def run_compare(args: argparse.Namespace) -> dict[str, Any]:
     from relaylm.comparison import compare, render
-    from relaylm.schedule import Schedule
 
-    texts = [text.strip() for text in args.schedules.split(",") if text.strip()]
-    schedules = [Schedule.parse(read_schedule(text)) for text in texts]
+    schedules = read_schedules(args.schedules)
     check_plot(args.plot)
     prompts = None
     if args.prompts is not None:
@@ -61,7 +60,7 @@ def run_compare(args: argparse.Namespace) -> dict[str, Any]:
             store=args.store,
             fresh=args.fresh,
             cluster=cluster,
-            progress=sys.stderr.isatty(),
+            progress=True,
         )
     if args.json != "-":
         out(render(result))
@@ -69,15 +68,12 @@ def run_compare(args: argparse.Namespace) -> dict[str, Any]:
         from relaylm.report import plot_compare
 
         note(f"drawn: {plot_compare(result, args.plot)}")
-    return result
+    return with_provenance(result, family, args)
 
 
 def run_compose(args: argparse.Namespace) -> dict[str, Any]:
     from relaylm import compose_view
     from relaylm.compose import RULES, STEPS, compose
-
-    def words(text: str | None) -> list[str] | None:
-        return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
 
     check_plot(args.plot)
     if args.markdown is not None:
@@ -90,11 +86,14 @@ def run_compose(args: argparse.Namespace) -> dict[str, Any]:
         if not isinstance(result, dict) or result.get("kind") != "compose":
             raise UserError(f"{args.recorded} is not what `relaylm compose --json` writes")
     else:
+        rules = None if args.rules is None else [rule.strip() for rule in args.rules.split(",") if rule.strip()]
+        schedules = None if args.schedules is None else read_schedules(args.schedules)
+        family = load_family(args)
         result = compose(
-            load_family(args),
-            words(args.rules) or RULES,
+            family,
+            rules or RULES,
             args.steps or STEPS,
-            words(args.schedules),
+            schedules,
             args.n,
             length=args.length,
             seed=args.seed,
@@ -104,8 +103,9 @@ def run_compose(args: argparse.Namespace) -> dict[str, Any]:
             batch_size=args.batch_size,
             store=args.store,
             fresh=args.fresh,
-            progress=sys.stderr.isatty(),
+            progress=True,
         )
+        result = with_provenance(result, family, args)  # Markdown says it, too
     if args.json != "-":
         out(compose_view.render(result))
     if args.plot is not None:
@@ -117,11 +117,9 @@ def run_compose(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_cost(args: argparse.Namespace) -> dict[str, Any]:
     from relaylm.cost import parse_budget
-    from relaylm.schedule import Schedule
     from relaylm.timing import cost_table, render
 
-    texts = [text.strip() for text in args.schedules.split(",") if text.strip()]
-    schedules = [Schedule.parse(read_schedule(text)) for text in texts]
+    schedules = read_schedules(args.schedules)
     budget = None if args.budget is None else parse_budget(args.budget)
     family = load_family(args)
     with progress("timing", "model") as on_models:
@@ -160,7 +158,7 @@ def run_importance(args: argparse.Namespace) -> dict[str, Any]:
         timesteps=args.timesteps,
         sequences=args.sequences,
         seed=args.seed,
-        progress=sys.stderr.isatty(),
+        progress=True,
     )
     if args.json != "-":
         out(render(result))
@@ -168,7 +166,7 @@ def run_importance(args: argparse.Namespace) -> dict[str, Any]:
         from relaylm.report import plot_importance
 
         note(f"drawn: {plot_importance(result, args.plot)}")
-    return result
+    return with_provenance(result, family, args)
 
 
 def run_search(args: argparse.Namespace) -> dict[str, Any]:
@@ -212,7 +210,7 @@ def run_search(args: argparse.Namespace) -> dict[str, Any]:
         store=args.store,
         fresh=args.fresh,
         cluster=args.cluster,
-        progress=sys.stderr.isatty(),
+        progress=True,
     )
     if args.json != "-":
         out(render(result))
@@ -222,7 +220,7 @@ def run_search(args: argparse.Namespace) -> dict[str, Any]:
         note(f"drawn: {plot_search(result, args.plot)}")
     if args.json not in (None, "-"):
         note(f"to use it: relaylm sample --schedule @{args.json}")
-    return result
+    return with_provenance(result, family, args)
 
 
 def run_bound(args: argparse.Namespace) -> dict[str, Any]:
@@ -236,7 +234,8 @@ def run_bound(args: argparse.Namespace) -> dict[str, Any]:
         from relaylm.schedule import Schedule
         from relaylm.schedule_bound import measure_table, schedule_bound
 
-        schedule = Schedule.parse(read_schedule(args.schedule)).bind(*family.roles())
+        typed = read_schedule(args.schedule)
+        schedule = Schedule.parse(typed).bind(*family.roles())
         family.check_names(schedule.models)
         models = {name: family[name] for name in schedule.models}
         options = {"draws": args.draws, "seed": args.seed, "device": family.device}
@@ -246,8 +245,8 @@ def run_bound(args: argparse.Namespace) -> dict[str, Any]:
         found: Any = schedule_bound(table, schedule, steps)
         result[str(schedule)] = found.to_json()
         if args.json != "-":
-            out(f"{schedule}: {found}")
-        return {"bounds": result, "rows": len(rows)}
+            out(f"{typed}: {found}")
+        return with_provenance({"bounds": result, "rows": len(rows)}, family, args)
     for name in [args.model] if args.model else family.names:
         options = {"draws": args.draws, "seed": args.seed, "device": family.device}
         with progress(f"bound of {name}", "row") as on_rows:
@@ -255,7 +254,7 @@ def run_bound(args: argparse.Namespace) -> dict[str, Any]:
         result[name] = found.to_json()
         if args.json != "-":
             out(f"{name}: {found}")
-    return {"bounds": result, "rows": len(rows)}
+    return with_provenance({"bounds": result, "rows": len(rows)}, family, args)
 
 
 def run_bench(args: argparse.Namespace) -> dict[str, Any]:
@@ -304,7 +303,7 @@ def run_reproduce(args: argparse.Namespace) -> dict[str, Any]:
         stages=[load(source) for source in stages],
         judge=args.judge,
         seed=args.seed,
-        progress=sys.stderr.isatty(),
+        progress=True,
         note=note,
     )
     if args.json != "-":

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import csv
 import io
+import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +18,8 @@ import numpy as np
 
 from relaylm.report import COLOURS, MARKERS, _figure, _save
 from relaylm.schedule import Schedule
+from relaylm.terminal import fitted_table
 
-WIDE = 44  # characters of a schedule in a table; the JSON has all of them
 LOOKS = {  # of kinds of candidates
     "mixed": (COLOURS[0], "o", "mixed schedules"),
     "candidate": (COLOURS[0], "o", "candidates"),
@@ -27,55 +29,40 @@ LOOKS = {  # of kinds of candidates
 }
 
 
-def render(result: Mapping[str, Any]) -> str:
-    """The verdict, then tables."""
+def render(result: Mapping[str, Any], width: int | None = None) -> str:
+    """The verdict, then tables in `width` columns (the terminal's)."""
+    width = width or shutil.get_terminal_size((120, 24)).columns
     lines = [result["verdict"], ""]
     if result["method"] == "exhaustive":
-        lines += _exhaustive_lines(result)
+        lines += _exhaustive_lines(result, width)
     elif result["method"] == "evolve":
-        lines += _evolve_lines(result)
+        lines += _evolve_lines(result, width)
     elif result.get("bounds"):
-        lines += _bound_lines(result)
+        lines += _bound_lines(result, width)
     if result.get("front"):
-        lines += _front_lines(result)
+        lines += _front_lines(result, width)
     if result["confirmed"]:
-        lines += _confirmed_lines(result)
-    if result.get("model"):
-        lines += _model_lines(result)
-    return "\n".join([*lines, *_footer(result)])
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as they need to be: the first to the left, the others to the right."""
-    widths = [max(len(row[k]) for row in [head, *rows]) for k in range(len(head))]
-    return [
-        "  ".join(
-            cell.ljust(w) if k == 0 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in [head, *rows]
-    ]
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= WIDE else f"{text[: WIDE - 3]}..."
+        lines += _confirmed_lines(result, width)
+    notes = [*(_model_lines(result) if result.get("model") else ()), *_footer(result)]
+    return "\n".join([*lines, *(line for note in notes for line in textwrap.wrap(note, width))])
 
 
 def _interval(ci: Sequence[float | None], form: str) -> str:
     return "" if ci[0] is None or ci[1] is None else f"{ci[0]:{form}} to {ci[1]:{form}}"
 
 
-def _exhaustive_lines(result: Mapping[str, Any]) -> list[str]:
+def _exhaustive_lines(result: Mapping[str, Any], width: int) -> list[str]:
     few = len(result["schedules"]) <= len(result["top"]) + len(result["bottom"])
     title = f"all {len(result['schedules'])}, best first" if few else f"best and worst of {result['schedules_tried']}"
     head = [title, "saved", "perplexity", "95%"]
 
     def cells(row: Mapping[str, Any]) -> list[str]:
-        return [_short(row["name"]), f"{row['saved']:.1%}", f"{row['ppl']:.3f}", _interval(row["ppl_ci"], ".3f")]
+        return [row["name"], f"{row['saved']:.1%}", f"{row['ppl']:.3f}", _interval(row["ppl_ci"], ".3f")]
 
     rows = [cells(row) for row in (result["schedules"] if few else result["top"])]
     if not few:
         rows += [["...", "", "", ""], *(cells(row) for row in result["bottom"][::-1])]
-    lines = [*_table(head, rows), ""]
+    lines = [*fitted_table(head, rows, width)[0], ""]
     for model, influence in result["influence"].items():
         head = [f"{model} in segment", "influence on perplexity", "95%"]
         head += [] if few else ["in the top 20", "in the bottom 20"]
@@ -85,7 +72,7 @@ def _exhaustive_lines(result: Mapping[str, Any]) -> list[str]:
             shown = "" if value is None else f"{value:+.3f}"
             ci = result["influence_ci"][model][j]
             rows.append([str(j), shown, _interval(ci, "+.3f"), *(f"{share:.0%}" for share in frequency)])
-        lines += [*_table(head, rows), ""]
+        lines += [*fitted_table(head, rows, width)[0], ""]
     check = result["tree_check"]
     if check is not None:
         same = "the same tokens as" if check["equal"] else "OTHER TOKENS THAN"
@@ -93,7 +80,7 @@ def _exhaustive_lines(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _confirmed_lines(result: Mapping[str, Any]) -> list[str]:
+def _confirmed_lines(result: Mapping[str, Any], width: int) -> list[str]:
     rows = []
     shown = result["confirmed"]
     if result["method"] == "exhaustive":  # the five best and what they stand beside
@@ -104,7 +91,7 @@ def _confirmed_lines(result: Mapping[str, Any]) -> list[str]:
         against = row["against_heavy"]
         rows.append(
             [
-                f"{mark}{_short(row['schedule'])}",
+                f"{mark}{row['schedule']}",
                 row.get("what") or row.get("name", ""),
                 f"{row['saved']:.1%}",
                 f"{row['ppl']:.3f}",
@@ -120,10 +107,10 @@ def _confirmed_lines(result: Mapping[str, Any]) -> list[str]:
         "log-ppl to heavy",
         "95%",
     ]
-    return [*_table(head, [[row[0], _short(row[1]), *row[2:]] for row in rows]), ""]
+    return [*fitted_table(head, rows, width, names=(0, 1))[0], ""]
 
 
-def _front_lines(result: Mapping[str, Any]) -> list[str]:
+def _front_lines(result: Mapping[str, Any], width: int) -> list[str]:
     rows = []
     for goal in result["front"]:
         against, rival = goal["against_heavy"], goal.get("best_rival")
@@ -135,39 +122,39 @@ def _front_lines(result: Mapping[str, Any]) -> list[str]:
         rows.append(
             [
                 *saved,
-                _short(goal["schedule"]),
+                goal["schedule"],
                 f"{against['difference']:+.4f}",
                 _interval(against["ci"], "+.4f"),
                 beaten,
             ]
         )
     head = ["budget", "saved", "schedule", "loss to heavy", "95%", "against the best rival"]
-    return [*_table(head, rows), ""]
+    return [*fitted_table(head, rows, width, names=(2, 5))[0], ""]
 
 
-def _bound_lines(result: Mapping[str, Any]) -> list[str]:
+def _bound_lines(result: Mapping[str, Any], width: int) -> list[str]:
     rows = []
     for row in result["bounds"][:15]:
         mark, against = ("> " if row["recommended"] else "  "), row["against_heavy"]
         nats = [f"{against['difference']:+.4f}", _interval(against["ci"], "+.4f")]
-        rows.append(
-            [f"{mark}{_short(row['schedule'])}", row["what"], f"{row['saved']:.1%}", f"{row['bits']:.4f}", *nats]
-        )
-    return [*_table(["  by the bound", "what", "saved", "bits a token", "nats to heavy", "95%"], rows), ""]
+        rows.append([f"{mark}{row['schedule']}", row["what"], f"{row['saved']:.1%}", f"{row['bits']:.4f}", *nats])
+    head = ["  by the bound", "what", "saved", "bits a token", "nats to heavy", "95%"]
+    return [*fitted_table(head, rows, width, names=(0, 1))[0], ""]
 
 
-def _evolve_lines(result: Mapping[str, Any]) -> list[str]:
+def _evolve_lines(result: Mapping[str, Any], width: int) -> list[str]:
     rows = [
         [
             str(h["generation"]),
             str(h["measured"]),
-            _short(h["best"]),
+            h["best"],
             f"{h['best_loss']:+.4f}",
             f"{h['mean_loss']:+.4f}",
         ]
         for h in result["history"]
     ]
-    return [*_table(["generation", "measured", "best", "its loss", "mean loss"], rows), ""]
+    head = ["generation", "measured", "best", "its loss", "mean loss"]
+    return [*fitted_table(head, rows, width, names=(2,))[0], ""]
 
 
 def _model_lines(result: Mapping[str, Any]) -> list[str]:

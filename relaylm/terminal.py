@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # From the lightest model to the heaviest; told apart by the colour-blind too (Okabe and Ito's orange, sky blue, ...).
 PALETTE = (214, 75, 36, 220, 26, 166, 175)
 GIVEN, BLANK = 245, 238  # greys: what the user gave, and, darker, what is still masked
+WIDE, LONG, NARROW = 44, 24, 12  # characters in a column of names: at most, before other columns go, at least
 
 
 def has_colours(stream: TextIO) -> bool:
@@ -108,6 +109,58 @@ def side_by_side(family: Family, columns: Sequence[tuple[str, Samples]], stream:
     height = max(len(block) for block in blocks)
     rows = [" │ ".join(block[i] if i < len(block) else " " * width for block in blocks) for i in range(height)]
     return "\n".join(rows)
+
+
+def fitted_table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int,
+    names: Sequence[int] = (0,),
+    spare: Sequence[str] = (),
+) -> tuple[list[str], list[str]]:
+    """A table's lines, at most `width` characters each, and the heads of the columns that were left out.
+
+    `names` are the columns of text, set to the left; numbers are set to the right. For want of room heads are broken
+    into lines, then long names are, then columns go (those of `spare`, the first to go first). Names are never
+    shortened, so that two rows that begin alike can be told apart."""
+    body = [max([0, *(len(row[k]) for row in rows)]) for k in range(len(head))]
+    sizes = [max(len(title), cells) for title, cells in zip(head, body, strict=True)]
+    for k in names:
+        sizes[k] = min(sizes[k], WIDE)
+    wished = list(sizes)
+    kept = list(range(len(head)))
+
+    def excess(long: int = WIDE) -> int:
+        """Characters too many, with names broken where they are longer than that."""
+        needed = [min(sizes[k], long) if k in names else sizes[k] for k in kept]
+        return sum(needed) + 2 * (len(kept) - 1) - width
+
+    if excess() > 0:
+        words = [max([0, *map(len, _breakable(title).split())]) for title in head]
+        sizes = [min(size, max(cells, word)) for size, cells, word in zip(sizes, body, words, strict=True)]
+    for title in spare:
+        if excess(LONG) > 0 and title in head:
+            kept.remove(list(head).index(title))
+    while excess() > 0 and max(sizes[k] for k in names) > NARROW:
+        sizes[max(names, key=lambda k: sizes[k])] -= 1
+    for k in kept:  # what is left over goes to the heads
+        sizes[k] = min(wished[k], sizes[k] + max(0, -excess()))
+    lines = []
+    for number, row in enumerate([head, *rows]):
+        blocks = []
+        for k in kept:
+            text = _breakable(row[k]) if number == 0 and len(row[k]) > sizes[k] else row[k]
+            indent = "  " if k in names else ""
+            parts = textwrap.wrap(text, sizes[k], subsequent_indent=indent, break_on_hyphens=False) or [""]
+            blocks.append([part.ljust(sizes[k]) if k in names else part.rjust(sizes[k]) for part in parts])
+        for i in range(max(map(len, blocks))):
+            cells = [block[i] if i < len(block) else " " * sizes[k] for k, block in zip(kept, blocks, strict=True)]
+            lines.append("  ".join(cells).rstrip())
+    return lines, [title for k, title in enumerate(head) if k not in kept]
+
+
+def _breakable(title: str) -> str:
+    return title.replace("/", " /")
 
 
 class Watch:

@@ -349,9 +349,10 @@ def cost_table(
         rows.append({unit: _row_price(known.get(unit), schedule, own, length) for unit in UNITS})
     first, *rest = rows
     listed = []
-    for schedule, row in zip(bound, rest, strict=True):
+    for asked, schedule, row in zip(schedules, bound, rest, strict=True):
         saved = {unit: _saved(row[unit], first[unit]) for unit in UNITS}
-        entry = {"schedule": str(schedule), "steps": schedule.steps or steps, "row": row, "saved": saved}
+        entry: dict[str, Any] = {"schedule": str(asked), "models": str(schedule)}
+        entry |= {"steps": schedule.steps or steps, "row": row, "saved": saved}
         if budget is not None:
             spent, most = row[budget.unit], first[budget.unit]
             if spent is None or most is None:

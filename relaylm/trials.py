@@ -37,6 +37,7 @@ from relaylm.diffusion import LINEAR
 from relaylm.errors import UserError
 from relaylm.judge import Judge, log_perplexity, score
 from relaylm.plan import uniforms
+from relaylm.progress import progress_bar
 from relaylm.sampler import sample
 from relaylm.schedule import Schedule
 from relaylm.tree import Grown, Stopped, grow
@@ -420,9 +421,7 @@ class Trials:
                     add_calls(self.spent.naive, self.needed(schedule, r, 1))
 
     def _bar(self, what: str, calls: float) -> Any:
-        from tqdm import tqdm
-
-        return tqdm(total=round(calls), desc=what, disable=not self.progress, unit="call", leave=False)
+        return progress_bar(what, round(calls), "call", self.progress, leave=False)
 
 
 def add_calls(total: dict[str, int], more: Mapping[str, int]) -> None:

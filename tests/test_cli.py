@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,9 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from search_oracle import small_family
 
-from relaylm import cli
+from relaylm import cli, command_tools
 from relaylm.denoiser import Architecture, Transformer
 from relaylm.family_folder import save_family
 from relaylm.tokenizer import Text8Tokenizer
@@ -92,6 +94,14 @@ def tiny_family(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_family(tmp_path_factory.mktemp("families") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A family with a judge of its own."""
+    made = small_family()
+    folder = tmp_path_factory.mktemp("judged") / "toy"
+    return str(save_family(folder, made.models, made.tokenizer, length=made.length, name="toy", judge=made.judge))
 
 
 def run(*words: str) -> int:
@@ -438,6 +448,77 @@ def test_compare_importance_and_bound(family: str, tmp_path: Path, capsys: pytes
     for words in (["--model", "3b"], ["--schedule", "sandwich", "--steps", "16"]):  # one line each, for people
         assert run("bound", "--family", family, "--text", str(text), "--rows", "8", *words) == 0
         assert re.fullmatch(r".*: \d+\.\d+ bits per symbol \(95%: .*\), perplexity .*\n", capsys.readouterr().out)
+
+
+def test_schedules_are_shown_as_they_were_typed(
+    judged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "120")
+    (tmp_path / "one.txt").write_text("L25%\n H75%\n")
+    listed = f"sandwich:25%,@{tmp_path / 'one.txt'},0100"
+    typed = ["sandwich:25%", "L25% H75%", "0100"]
+
+    def shown(*words: str) -> tuple[list[str], Any]:
+        target = tmp_path / "out.json"
+        assert run(*words, "--family", judged, "--json", str(target)) == 0
+        return capsys.readouterr().out.splitlines(), json.loads(target.read_text())
+
+    lines, result = shown("compare", "--schedules", listed, "-n", "2", "--no-rivals")
+    assert [row["schedule"] for row in result["rows"]] == [*typed, "heavy", "light"]
+    assert result["rows"][0]["models"] == "1b:12.5% 3b:75% 1b:12.5%"
+    for text in typed:
+        assert sum(line.startswith(f"  {text}  ") for line in lines) == 1
+    lines, result = shown("cost", "--schedules", listed, "--batch-size", "2")
+    assert [row["schedule"] for row in result["schedules"]] == typed
+    for text in typed:
+        assert sum(line.startswith(f"{text}  ") for line in lines) == 1
+    lines, result = shown("compose", "--schedules", listed, "-n", "2", "--rules", "ancestral", "--steps", "4,8")
+    assert {row["schedule"] for row in result["rows"]} == {*typed, "heavy"}
+    assert all(any(f"  {text}  " in line for line in lines) for text in typed)
+    page = tmp_path / "page.html"
+    words = ["sample", "--family", judged, "--schedule", "sandwich:25%", "--html", str(page), "--json", "-"]
+    assert run(*words) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("sandwich:25%: 16 steps") and "toy: sandwich:25%" in page.read_text()
+    assert json.loads(captured.out)["schedule"] == "1b:12.5% 3b:75% 1b:12.5%"  # a record has the names
+    text = tmp_path / "held.txt"
+    text.write_text("the cat sat on the mat and looked at the rain " * 4)
+    assert run("bound", "--family", judged, "--text", str(text), "--rows", "2", "--schedule", "sandwich:25%") == 0
+    assert capsys.readouterr().out.startswith("sandwich:25%: ")
+
+
+PROVENANCE = {
+    "sample": ["--schedule", "sandwich:25%"],
+    "compare": ["--schedules", "light", "-n", "2"],
+    "compose": ["--schedules", "light", "-n", "2", "--rules", "ancestral", "--steps", "4"],
+    "importance": ["--states", "trajectory", "--sequences", "2", "--timesteps", "2"],
+    "search": ["exhaustive", "--segments", "2", "--light-segments", "1", "-n", "2", "--confirm", "2"],
+    "bound": ["--rows", "2", "--draws", "1"],
+}
+
+
+@pytest.mark.parametrize("command", PROVENANCE)
+def test_json_says_how_it_was_made(command: str, judged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("held.txt").write_text("the cat sat on the mat and looked at the rain " * 4)
+    words = [command, *PROVENANCE[command], "--family", judged, "--seed", "3", "--device", "cpu", "--json", "a b.json"]
+    words += ["--text", "held.txt"] if command == "bound" else []
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/relaylm", *words])
+    assert run(*words) == 0
+    result = json.loads(Path("a b.json").read_text())
+    assert shlex.split(result["command"]) == ["relaylm", *words]
+    assert result["versions"]["torch"] == str(torch.__version__) and result["versions"]["relaylm"] == result["relaylm"]
+    assert result["machine"]["threads"] == torch.get_num_threads() and result["machine"]["cpu"]
+    assert "commit" in result and result["seed"] == 3
+    assert result.get("device", "cpu") == "cpu"  # as the measurement says it
+
+
+def test_how_it_was_made_never_replaces_what_a_result_says() -> None:
+    args, family = argparse.Namespace(seed=3), SimpleNamespace(device=torch.device("cpu"))
+    said = {"seed": 4, "machine": "mine", "device": "cuda:1"}
+    made = command_tools.with_provenance(said, family, args)
+    assert said.items() <= made.items() and {"command", "versions", "commit"} <= set(made)
 
 
 class Payload:

@@ -393,6 +393,8 @@ def test_the_cost_table(family: Family) -> None:
     json.dumps(found, allow_nan=False)
     assert list(found["call"]) == ["1b", "2b", "3b"]
     heavy, mixed, light = found["schedules"]
+    assert [item["schedule"] for item in found["schedules"]] == ["heavy", "1b:4 3b:12", "light"]
+    assert heavy["models"] == "3b:100%"
     assert heavy["saved"] == {"flops": 0.0, "blocks": 0.0, "ms": 0.0, "J": None} and heavy["row"] == found["all_heavy"]
     assert mixed["saved"]["blocks"] == pytest.approx(1 / 6) and mixed["row"]["blocks"] == 40
     models: Any = family.models

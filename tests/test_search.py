@@ -436,11 +436,31 @@ def test_tables_and_figures(family: Family, tmp_path: Path, monkeypatch: pytest.
         json.dumps(result, allow_nan=False)
         text = render(result)
         assert text.splitlines()[0] == result["verdict"]
-        assert max(len(line) for line in text.splitlines()[1:]) < 170
+        for width in (80, 100, 160):
+            assert max(len(line) for line in render(result, width).splitlines()[1:]) <= width
         table = to_csv(result).splitlines()
         assert len(table) > 2 and all("schedule" in table[0] for _ in table)
         pytest.importorskip("matplotlib")
         assert plot_search(result, tmp_path / f"{k}.png").stat().st_size > 10_000
+
+
+def test_schedules_that_begin_alike_are_told_apart_at_80_columns(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = search(family, quick=True, segments=3, progress=False)
+    alike = [f"1b:1 2b:1 3b:1 1b:1 2b:1 3b:1 1b:1 2b:1 3b:1 1b:1 {end}" for end in ("2b:6", "2b:4 3b:2", "3b:6")]
+    rows = [{**row, "schedule": text} for row, text in zip(result["bounds"], alike, strict=False)]
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = render({**result, "bounds": rows}).splitlines()[2:]
+    assert max(map(len, lines)) <= 80
+    wide = lines[0].index("what")  # the first column ends before it
+    table = lines[1 : lines.index("")]
+    starts = [k for k, line in enumerate(table) if "%" in line]
+    found = [
+        " ".join(" ".join(line[2:wide].split()) for line in table[a:b])
+        for a, b in itertools.pairwise([*starts, len(table)])
+    ]
+    assert found == alike
 
 
 def test_another_judge_is_another_score(family: Family) -> None:
