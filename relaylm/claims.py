@@ -5,8 +5,9 @@ Every claim is asked of the data in several places (light depths, corpora, prefi
 or no only where the interval lies wholly on one side. Where one finding looks at several intervals and any of them may
 decide it, they are corrected for their number (Bonferroni). The verdict is then a rule, too:
 
-    confirmed       every finding that is not open says yes, and at least one does
-    not confirmed   every finding that is not open says no, and at least one does
+    confirmed       every finding says yes
+    partly          some say yes and the others are open: nothing speaks against it, but not all of it is shown
+    not confirmed   at least one says no, and none yes
     depends         some say yes and some no
     open            all are open: the samples do not suffice
 
@@ -61,7 +62,9 @@ def judge(claim: Claim, data: Data) -> Verdict:
     elif not known:
         verdict = "open"
     else:
-        verdict = "depends" if len(known) == 2 else "confirmed" if True in known else "not confirmed"
+        all_yes = all(finding.says for finding in findings)
+        yes = "confirmed" if all_yes else "partly"
+        verdict = "depends" if len(known) == 2 else yes if True in known else "not confirmed"
     return Verdict(claim, verdict, findings)
 
 

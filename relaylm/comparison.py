@@ -27,7 +27,7 @@ from relaylm.cost import mean_price, prices
 from relaylm.errors import UserError
 from relaylm.judge import Judge, features, load_judge, score, weights_digest
 from relaylm.progress import progress_bar
-from relaylm.sampler import Samples, sample
+from relaylm.sampler import Samples, distinct_pairs, sample
 from relaylm.schedule import Schedule
 from relaylm.timing import energy_counter
 from relaylm.verdict import comparisons, relate, verdict
@@ -406,10 +406,10 @@ def row_costs(samples: Samples, family: Family) -> Drawn:
     np.add.at(calls_nK, (row_E, model_E), 1)
     flops_n = None
     if all(hasattr(model, "flops") for model in family.models.values()):
-        pairs, which_E = np.unique(np.stack([model_E, count_E], axis=1), axis=0, return_inverse=True)
+        pairs, which_E, _ = distinct_pairs(model_E, count_E)
         models: list[Any] = list(family.models.values())
-        each = np.array([models[m].flops(length, k) for m, k in pairs.tolist()])
-        flops_n = np.bincount(row_E, weights=each[which_E.reshape(-1)], minlength=n) if len(row_E) else np.zeros(n)
+        each = np.array([models[m].flops(length, k) for m, k in pairs])
+        flops_n = np.bincount(row_E, weights=each[which_E], minlength=n) if len(row_E) else np.zeros(n)
     return Drawn(samples.tokens, calls_nK, flops_n, samples.cost.seconds)
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -350,6 +351,13 @@ class Transformer(nn.Module):
         sources = (self.vocab_embed.embedding, block.norm1.weight, block.attn_qkv.weight, block.attn_qkv.bias)
         return self._derived(
             "first_qkv", sources, lambda: _linear(block.norm1(sources[0]), block.attn_qkv.weight, block.attn_qkv.bias)
+        )
+
+    def mlp_offsets(self) -> Tensor:
+        """The sum of the MLPs' output biases up to each block (depth, D), in float32."""
+        biases = tuple(cast(nn.Linear, cast(_Block, block).mlp[2]).bias for block in self.blocks)
+        return self._derived(
+            "mlp_offsets", biases, lambda: torch.stack(list(accumulate(bias.float() for bias in biases)))
         )
 
     def _pieces(self) -> Tensor:

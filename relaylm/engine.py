@@ -111,7 +111,7 @@ class Engine:
     ) -> None:
         self.models, self.mask_id, self.law, self.seed = models, mask_id, law, plan.seed
         self.device, self.scored = torch.device(device), scored
-        self.broken = torch.zeros((), dtype=torch.bool, device=self.device)
+        self.sum_of_largest = torch.zeros((), dtype=_exact(self.device), device=self.device)
         rows = np.where(plan.given_nL < 0, mask_id, plan.given_nL)
         scratch = np.full((1, plan.length), mask_id)
         self.state_nL = torch.from_numpy(np.concatenate([rows, scratch])).to(self.device)  # (n + 1, L)
@@ -163,9 +163,9 @@ class Engine:
             features = model.logits_at(tokens_BL, t_B, positions_BK).flatten(0, 1)[kept_N]
         has_head = logits_BLV is None and hasattr(model, "hidden_at")
         # With few steps most positions are due at once: then the head goes over them in slices.
-        parts = []
-        for part in torch.arange(n, device=self.device).split(max(1, b * tokens_BL.shape[1] // 4)):
-            part_N = slice(None) if len(part) == n else part
+        parts, room = [], max(1, b * tokens_BL.shape[1] // 4)
+        for start in range(0, n, room):
+            part_N = slice(start, start + room)
             logits_NV = model.head(features[part_N], t_B[kept_N[part_N] // k]) if has_head else features[part_N]
             parts.append(self._draw(logits_NV, row_N[part_N], position_N[part_N]))
         token_N, logprob_N = (torch.cat(pair) if len(parts) > 1 else pair[0] for pair in zip(*parts, strict=True))
@@ -175,7 +175,8 @@ class Engine:
     def _draw(self, logits_NV: Tensor, row_N: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
         logits_NV = self.law.apply(logits_NV, self.mask_id)
         # The largest is NaN if any is, and tells of +inf and of nothing left to choose; -inf for some is legitimate.
-        self.broken |= ~torch.isfinite(logits_NV.amax(dim=-1)).all()
+        # And a sum is finite only if all of it is.
+        self.sum_of_largest += logits_NV.amax(dim=-1).sum(dtype=self.sum_of_largest.dtype)
         token_N = race(logits_NV, self.seed, self.row_ids[row_N], position_N, torch.zeros_like(row_N))
         token_N = token_N.clamp_max(logits_NV.shape[-1] - 1)  # a race among NaNs has no winner
         if not self.scored:
@@ -185,7 +186,7 @@ class Engine:
 
     def check(self) -> None:
         """Refuse samples from networks that gave nonsense. Looked at once, at the end: asking costs a wait."""
-        if bool(self.broken):
+        if not math.isfinite(float(self.sum_of_largest)):
             raise UserError(
                 "a model gave logits that are not finite: its weights are damaged or overflow this precision"
             )
@@ -221,8 +222,10 @@ class _Graph:
         # While capturing, every place is the scratch row's, so that nothing real is written.
         scratch = engine.state_nL.shape[0] - 1
         parts = [(b, scratch), (b * k, 0), (n, 0), (n, scratch), (n, 0)]
-        self.index = torch.cat([torch.full((size,), value) for size, value in parts]).to(engine.device)
-        self.t_B = torch.ones(b, dtype=torch.float64, device=engine.device)
+        index = torch.cat([torch.full((size,), value) for size, value in parts])
+        # Indices and, as the same number of bytes, times: one transfer carries both.
+        self.sent = torch.cat([index, torch.ones(b, dtype=torch.float64).view(torch.int64)]).to(engine.device)
+        self.index, self.t_B = self.sent[:-b], self.sent[-b:].view(torch.float64)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -234,8 +237,8 @@ class _Graph:
 
     def replay(self, call: Call) -> tuple[Tensor, Tensor]:
         # From pageable memory these few kilobytes are staged by the driver, so the host does not wait for the device.
-        self.index.copy_(call.index(), non_blocking=True)
-        self.t_B.copy_(torch.from_numpy(call.t_B), non_blocking=True)
+        times = torch.from_numpy(call.t_B).view(torch.int64)
+        self.sent.copy_(torch.cat([call.index(), times]), non_blocking=True)
         self.graph.replay()
         return self.tokens, self.logprobs
 

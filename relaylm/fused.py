@@ -8,8 +8,11 @@ A block of width 256 is bound by memory, not by arithmetic: what costs is every 
     product     h W'
     mlp         gelu(h W_up' + b) W_down'                                 GELU's slope and the bias sum in one pass
 
-(Products with rotation inside were tried, and lost against cuBLAS and these passes on an H200; for those with GELU
-inside see `tiled_mlp`.)
+(Products with rotation or with GELU inside were tried, and lost against cuBLAS and these passes on an H200.)
+
+With a small vocabulary the embedding and the first norm are rows of a table that has one for each token. After the
+last block's attention no position looks at another one any more, so where only some positions are scored the rest of
+the network runs on their rows alone (`rows_at`); the other positions get a gradient of zero.
 
 A branch is added to the residual stream by the norm after it, and that norm's backward pass also has the gradient of
 the branch's bias: the sum over tokens of dx. With x^ = (x - mean) / std and g = weight * dh,
@@ -26,7 +29,7 @@ Weights are float32; their bfloat16 copies are made once for a call, in one kern
 straight from the matrix products. All of it is what `Transformer.hidden_at` and the final norm compute under autocast,
 up to where it is rounded (the residual stream may be bfloat16 too), and can be captured in a CUDA graph.
 
-Shapes: B rows, L positions, M = B L tokens, D width, X = 3 D, H hidden units of the MLP.
+Shapes: B rows, L positions, M = B L tokens, K of them scored, D width, X = 3 D, H hidden units of the MLP.
 """
 
 from __future__ import annotations
@@ -37,15 +40,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relaylm import fused_kernels, kernels, tiled_mlp
+from relaylm import fused_kernels, kernels
 
 if TYPE_CHECKING:
     from relaylm.denoiser import Transformer, _Block
 
 OWN_ATTENTION_UP_TO = 256  # positions: the attention of `fused_kernels`; PyTorch's wins in longer rows
-TILED_MLP = False  # GELU inside the MLP's products (`tiled_mlp`), where that applies; off until it has been measured
 RESIDUAL = torch.bfloat16  # the residual stream's precision; float32 costs two more passes over it for every one
-SMALL_VOCABULARY = 512  # up to this size the embedding's gradient is a product with the tokens' indicators
+SMALL_VOCABULARY = 512  # up to this size the first norm is a table's too, and gradients are products with indicators
 
 
 def applies(model: Transformer) -> bool:
@@ -63,10 +65,14 @@ def applies(model: Transformer) -> bool:
 
 
 def trunk(
-    model: Transformer, tokens_BL: Tensor, residual: torch.dtype | None = None, dtype: torch.dtype = torch.bfloat16
+    model: Transformer,
+    tokens_BL: Tensor,
+    residual: torch.dtype | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    scored: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The final norm (B, L, D) of the network's residual stream, in `dtype`, which is also that of the matrix products.
-    The stream itself is in `residual`."""
+    """The final norm (M, D) of the network's residual stream, in `dtype`, which is also that of the matrix products.
+    The stream itself is in `residual`. With `scored`, the two maps of `rows_at`, only its rows (K, D) there."""
     blocks = cast("list[_Block]", model.blocks)
     b, length = tokens_BL.shape
     heads, causal = model.architecture.heads, model.architecture.causal
@@ -77,15 +83,17 @@ def trunk(
             copies = [torch.empty_like(weight, dtype=dtype) for weight in matrices]
             torch._foreach_copy_(copies, matrices)
         pairs = iter(zip(matrices, copies))
-        x, branch, bias = embed(tokens_BL.flatten(), model.vocab_embed.embedding, residual or RESIDUAL), None, None
-        for block in blocks:
-            x, h = add_norm(x, branch, bias, block.norm1.weight, dtype)
+        x, h = embed(
+            tokens_BL.flatten(), model.vocab_embed.embedding, blocks[0].norm1.weight, residual or RESIDUAL, dtype
+        )
+        for block, following in zip(blocks, [*(block.norm1 for block in blocks[1:]), model.output_layer.norm_final]):
             h = attend(h, *next(pairs), cos, sin, (b, length, heads, causal))
+            if scored is not None and block is blocks[-1]:
+                x, h = rows_at(x, h, *scored)
             x, h = add_norm(x, product(h, *next(pairs)), None, block.norm2.weight, dtype)
             up, down = cast(nn.Linear, block.mlp[0]), cast(nn.Linear, block.mlp[2])
-            branch, bias = mlp(h, *next(pairs), up.bias, *next(pairs)), down.bias
-        _, h = add_norm(x, branch, bias, model.output_layer.norm_final.weight, dtype)
-    return h.view(b, length, -1)
+            x, h = add_norm(x, mlp(h, *next(pairs), up.bias, *next(pairs)), down.bias, following.weight, dtype)
+    return h
 
 
 def _matrices(block: _Block) -> list[Tensor]:
@@ -93,11 +101,13 @@ def _matrices(block: _Block) -> list[Tensor]:
     return [block.attn_qkv.weight, block.attn_out.weight, up.weight, down.weight]
 
 
-def embed(tokens_M: Tensor, weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tokens' embeddings (M, D)."""
+def embed(
+    tokens_M: Tensor, weight_VD: Tensor, norm_D: Tensor, residual: torch.dtype, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The tokens' embeddings (M, D), in `residual`, and their LayerNorm in `dtype`."""
     if len(weight_VD) > SMALL_VOCABULARY:
-        return F.embedding(tokens_M, weight_VD).to(dtype)
-    return _Embed.apply(tokens_M, weight_VD, dtype)
+        return add_norm(F.embedding(tokens_M, weight_VD).to(residual), None, None, norm_D, dtype)
+    return _Embed.apply(tokens_M, weight_VD, norm_D, residual, dtype)
 
 
 def add_norm(
@@ -106,6 +116,13 @@ def add_norm(
     """(x + branch + bias, its LayerNorm in `dtype`). Without a branch x is handed through, so that both of its
     gradients are added here and not in a pass of their own."""
     return _AddNorm.apply(x_MD, branch_MD, bias_D, weight_D, dtype)
+
+
+def rows_at(x_MD: Tensor, h_MD: Tensor, position_K: Tensor, place_M: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows (K, D) of both at these positions. `place_M` is the way back: where among the K a position's row went,
+    anything outside of 0..K-1 for nowhere. So the gradient is rows picked too, and needs no sums; what no position
+    points to is lost there, like the gradient of a place that only fills the room."""
+    return _RowsAt.apply(x_MD, h_MD, position_K, place_M)
 
 
 def product(h_MD: Tensor, weight: Tensor, copy: Tensor) -> Tensor:
@@ -144,16 +161,22 @@ def _rotated_qkv(h_MD: Tensor, weight_XD: Tensor, cos: Tensor, sin: Tensor) -> T
 
 class _Embed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(tokens)
-        ctx.size = len(weight)
-        return F.embedding(tokens, weight.to(dtype))
+    def forward(
+        ctx: Any, tokens: Tensor, weight: Tensor, norm: Tensor, residual: torch.dtype, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(tokens, weight, norm)
+        table, h_table = fused_kernels.add_norm(weight.to(residual), None, None, norm, dtype)
+        return fused_kernels.rows_at(table, h_table, tokens)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
-        (tokens,) = ctx.saved_tensors
-        ids = torch.arange(-(-ctx.size // 64) * 64, device=dx.device)  # round, as the tensor cores like it
-        return None, _weight_gradient((tokens[:, None] == ids).to(dx.dtype), dx)[: ctx.size], None
+    def backward(ctx: Any, dx: Tensor, dh: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, weight, norm = ctx.saved_tensors
+        ids = torch.arange(-(-len(weight) // 64) * 64, device=dx.device)  # round, as the tensor cores like it
+        indicators = tokens[:, None] == ids
+        dtable, dh_table = (_weight_gradient(indicators.to(d.dtype), d)[: len(weight)] for d in (dx, dh))
+        rounded = weight.to(dx.dtype).float()
+        dweight, _, _, dnorm = fused_kernels.add_norm_gradient(rounded, norm, dh_table, dtable, None, False)
+        return None, dweight, dnorm, None, None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -174,6 +197,18 @@ class _AddNorm(torch.autograd.Function):
             x, weight, dh.contiguous(), None if dx is None else dx.contiguous(), ctx.branch, ctx.has_bias
         )
         return dx, dbranch, dbias, dweight, None
+
+
+class _RowsAt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, h: Tensor, position: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(place)
+        return fused_kernels.rows_at(x, h, position)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor, dh: Tensor) -> tuple[Tensor | None, ...]:
+        (place,) = ctx.saved_tensors
+        return *fused_kernels.rows_at(dx.contiguous(), dh.contiguous(), place), None, None
 
 
 class _Product(torch.autograd.Function):
@@ -233,21 +268,14 @@ class _Mlp(torch.autograd.Function):
     def forward(
         ctx: Any, h: Tensor, up: Tensor, up_copy: Tensor, bias: Tensor, down: Tensor, down_copy: Tensor
     ) -> Tensor:
-        ctx.tiled = TILED_MLP and tiled_mlp.applies(h, len(up_copy))
-        if ctx.tiled:
-            before, after = tiled_mlp.up(h, up_copy, bias)
-        else:
-            before = h @ up_copy.t()  # without the bias, which the GELU kernels add
-            after = fused_kernels.gelu(before, bias)
+        before = h @ up_copy.t()  # without the bias, which the GELU kernels add
+        after = fused_kernels.gelu(before, bias)
         ctx.save_for_backward(h, up_copy, bias, down_copy, before, after)
         return after @ down_copy.t()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, up, bias, down, before, after = ctx.saved_tensors
-        if ctx.tiled:
-            dbefore, dbias = tiled_mlp.down_gradient(dy.contiguous(), down, bias, before)
-        else:
-            dbefore = dy @ down
-            dbias = fused_kernels.gelu_gradient_(dbefore, before, bias)
+        dbefore = dy @ down
+        dbias = fused_kernels.gelu_gradient_(dbefore, before, bias)
         return dbefore @ up, _weight_gradient(dbefore, h), None, dbias, _weight_gradient(dy, after), None

@@ -17,13 +17,14 @@ if importlib.util.find_spec("triton") is not None:
 else:  # pragma: no cover - CPU builds of PyTorch come without Triton
     triton = None
 
-# Set by measurement on an H200 at 65,536 tokens of width 256.
+# Set by measurement on an H200 at 65,536 tokens of width 256, but for AHEAD and SUMS, which are reckoned.
 ATTENTION = {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
-ATTENTION_GRADIENT = {"BLOCK": 64, "STEP": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168}
-NORM = {"ELEMENTS": 2048, "PROGRAMS": 1056, "num_warps": 4}
-POINTWISE = {"BLOCK_M": 16, "BLOCK_N": 256, "PROGRAMS": 512, "num_warps": 8}
+ATTENTION_GRADIENT = {"BLOCK": 64, "STEP": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
+NORM = {"ELEMENTS": 1024, "PROGRAMS": 1056, "AHEAD": 3, "num_warps": 2}
+POINTWISE = {"BLOCK_M": 4, "BLOCK_N": 256, "PROGRAMS": 1056, "num_warps": 8}
 LOG2_E = 1.4426950408889634
 PACK = {"ELEMENTS": 4096, "num_warps": 4}
+SUMS = {"COLUMNS": 8, "ROWS": 2048, "num_warps": 8}  # a program's columns fill one sector; its rows all come at once
 
 if triton is not None:
 
@@ -55,15 +56,16 @@ if triton is not None:
     def _add_norm_gradient_kernel(
         x, weight, dh, dx_after, dx, dbranch, sums, rows, width,
         HAS_AFTER: tl.constexpr, BOTH: tl.constexpr, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+        AHEAD: tl.constexpr,
     ):  # fmt: skip
         """Each program takes every so many-th group of rows and leaves its share of the weight's gradient and, with a
-        bias, of that one's: sums (programs, 1 or 2, width)."""
+        bias, of that one's: sums (programs, 1 or 2, width). AHEAD - 1 groups are on their way while one is computed."""
         column = tl.arange(0, SIZE)
         wide = column < width
         w = tl.load(weight + column, mask=wide, other=0.0)[None, :]
         dweight = tl.zeros((ROWS, SIZE), tl.float32)
         dbias = tl.zeros((ROWS, SIZE), tl.float32)
-        for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=AHEAD):
             row = (first + tl.arange(0, ROWS)).to(tl.int64)
             inside = (row < rows)[:, None] & wide[None, :]
             at = row[:, None] * width + column[None, :]
@@ -91,6 +93,32 @@ if triton is not None:
         tl.store(to, tl.sum(dweight, axis=0), mask=wide)
         if HAS_BIAS:
             tl.store(to + width, tl.sum(dbias, axis=0), mask=wide)
+
+    @triton.jit
+    def _sums_kernel(partial, total, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        result = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(0, rows, ROWS):
+            row = first + tl.arange(0, ROWS)
+            inside = (row < rows)[:, None] & (column < columns)[None, :]
+            result += tl.load(partial + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
+        tl.store(total + column, tl.sum(result, axis=0), mask=column < columns)
+
+    @triton.jit
+    def _rows_at_kernel(
+        x, h, position, x_out, h_out, rows, limit, width, SIZE: tl.constexpr, ROWS: tl.constexpr
+    ):  # fmt: skip
+        row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        column = tl.arange(0, SIZE)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        source = tl.load(position + row, mask=row < rows, other=-1)
+        there = ((source >= 0) & (source < limit))[:, None] & (column < width)[None, :]
+        at = source[:, None] * width + column[None, :]
+        to = row[:, None] * width + column[None, :]
+        x_rows = tl.load(x + at, mask=there, other=0.0)
+        h_rows = tl.load(h + at, mask=there, other=0.0)
+        tl.store(x_out + to, x_rows, mask=inside)
+        tl.store(h_out + to, h_rows, mask=inside)
 
     @triton.jit
     def _pack_kernel(
@@ -306,10 +334,35 @@ def add_norm_gradient(
     _add_norm_gradient_kernel[(programs,)](
         x_MD, weight_D, dh_MD, dx_MD, dx, dbranch, sums, rows, width,
         HAS_AFTER=dx_MD is not None, BOTH=dbranch is not None and dbranch is not dx, HAS_BIAS=has_bias,
-        SIZE=size, ROWS=together, num_warps=NORM["num_warps"],
+        SIZE=size, ROWS=together, AHEAD=NORM["AHEAD"], num_warps=NORM["num_warps"],
     )  # fmt: skip
-    total = sums.sum(0)
+    total = column_sums(sums)
     return dx, dbranch, total[1] if has_bias else None, total[0]
+
+
+def column_sums(partial: Tensor) -> Tensor:
+    """Sums over the first dimension of what programs left, float32, in one launch and always in the same order: for a
+    few columns at a time all rows are loaded at once, which takes the time of one load where torch.sum takes several's.
+    """
+    rows, columns = len(partial), partial[0].numel()
+    total = torch.empty(partial.shape[1:], dtype=torch.float32, device=partial.device)
+    _sums_kernel[(triton.cdiv(columns, SUMS["COLUMNS"]),)](
+        partial, total, rows, columns, ROWS=min(SUMS["ROWS"], triton.next_power_of_2(rows)), COLUMNS=SUMS["COLUMNS"],
+        num_warps=SUMS["num_warps"],
+    )  # fmt: skip
+    return total
+
+
+def rows_at(x_MD: Tensor, h_MD: Tensor, position_K: Tensor) -> tuple[Tensor, Tensor]:
+    """Both matrices' rows at these positions, (K, D); zeros for a position outside of the matrix."""
+    rows, (limit, width) = len(position_K), x_MD.shape
+    size = triton.next_power_of_2(width)
+    together = max(1, NORM["ELEMENTS"] // size)
+    x_KD, h_KD = (torch.empty((rows, width), dtype=y.dtype, device=y.device) for y in (x_MD, h_MD))
+    _rows_at_kernel[(triton.cdiv(rows, together),)](
+        x_MD, h_MD, position_K, x_KD, h_KD, rows, limit, width, SIZE=size, ROWS=together, num_warps=NORM["num_warps"]
+    )
+    return x_KD, h_KD
 
 
 def pack_rotated(dq: Tensor, dk: Tensor, dv: Tensor, cos_LR: Tensor, sin_LR: Tensor) -> Tensor:
@@ -363,7 +416,7 @@ def gelu(before_MH: Tensor, bias_H: Tensor) -> Tensor:
 
 def gelu_gradient_(value_MH: Tensor, before_MH: Tensor, bias_H: Tensor) -> Tensor:
     """Multiplies by GELU's slope at before + bias, in place, and returns the sum over tokens."""
-    return _gelu(before_MH, bias_H, value_MH, gradient=True).sum(0)
+    return column_sums(_gelu(before_MH, bias_H, value_MH, gradient=True))
 
 
 def _gelu(before: Tensor, bias: Tensor, value: Tensor, gradient: bool) -> Tensor:

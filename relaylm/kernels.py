@@ -465,7 +465,7 @@ def trunk(network: Any, tokens_BL: Tensor, positions_BK: Tensor) -> Tensor:
 
     Two rearrangements, both exact: the first block's queries, keys and values depend on the token alone until they are
     rotated, so they come from a table of all token ids; and the MLPs' output biases are not added to the residual
-    stream but kept as one running vector, `offset`, that the norms add on the fly.
+    stream but kept as one running vector, `offset`, that the norms add on the fly (`Transformer.mlp_offsets`).
     """
     from relaylm.denoiser import rotate
 
@@ -475,8 +475,8 @@ def trunk(network: Any, tokens_BL: Tensor, positions_BK: Tensor) -> Tensor:
     cos, sin = network.angles(length)
     x = network.vocab_embed(tokens_BL).view(b * length, a.width)
     x = x.bfloat16() if network.narrow else x
-    where = (torch.arange(b, device=x.device)[:, None] * length + positions_BK).view(-1)
-    offset = None
+    where = (torch.arange(0, b * length, length, device=x.device)[:, None] + positions_BK).view(-1)
+    offset, offsets_ND = None, network.mlp_offsets()
     for i, block in enumerate(network.blocks):
         weight, bias = block.attn_qkv.weight, block.attn_qkv.bias
         split = 0 if i < last else a.width  # in the last block queries are wanted at a few positions only
@@ -498,5 +498,5 @@ def trunk(network: Any, tokens_BL: Tensor, positions_BK: Tensor) -> Tensor:
         up, down = block.mlp[0], block.mlp[2]
         h = up_gelu(h, up.weight, up.bias)
         add_product_(x, h, down.weight)
-        offset = down.bias.float() if offset is None else offset + down.bias.float()
+        offset = offsets_ND[i]
     return (x + offset).view(b, k, a.width)

@@ -14,14 +14,16 @@ where a run was interrupted. Sample k of a batch goes to process k mod W, so tha
 of times. Rows are read in a new random order in every pass over the text; windows of running text also start at a new
 phase.
 
-**Head at masked positions only.** With a large vocabulary the masked positions (about half) are gathered before the
-output layer, into a fixed number of places, so that shapes are static and the host never waits to hear how many there
-are. Places = (expected number at the worst shift of the grid) + 9 standard deviations; by Bernstein's inequality the
-chance that a step needs more is below 1e-17, and if one ever did training stops with an error. Below 512 tokens of
-vocabulary the head is so cheap (28 tokens, 12 blocks: 0.03% of the operations) that gathering costs more than it saves:
-it runs everywhere, and unmasked positions have weight 0. The result is the same.
+**Masked positions only.** Only masked positions (about half) are scored. They are gathered into a fixed number of
+places, so that shapes are static and the host never waits to hear how many there are. Places = (expected number at the
+worst shift of the grid) + 9 standard deviations; by Bernstein's inequality the chance that a step needs more is below
+1e-17, and if one ever did training stops with an error. The fused trunk gathers right after the last block's attention,
+so that block's output projection and MLP run at these places only, and the head with them. Elsewhere positions are
+gathered before the head, and only from 512 tokens of vocabulary on: a smaller head is so cheap (28 tokens, 12 blocks:
+0.03% of the operations) that gathering costs more than it saves, so it runs everywhere, and unmasked positions have
+weight 0. The result is always the same.
 
-Shapes: B rows, L positions, M gathered positions, D width, V vocabulary.
+Shapes: B rows, L positions, N = B L, M gathered positions (or all N), D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from relaylm.errors import UserError
 from relaylm.plan import philox, split_seed
 from relaylm.recipe import Recipe
 
-GATHER_FROM = 512  # vocabulary size from which the head runs at masked positions only
+GATHER_FROM = 512  # vocabulary size from which the head, even by itself, is worth gathering masked positions for
 
 # What a Philox counter is used for (its last word); plan.py has the small numbers.
 _SHIFT, _MASK = 16, 17
@@ -183,14 +185,17 @@ class Objective(nn.Module):
         self, model: Transformer, recipe: Recipe, seed: int, bf16: bool, rows: int, gather: bool | None = None
     ) -> None:
         super().__init__()
-        self.model, self.seed, self.bf16 = model, seed, bf16
-        large = model.vocab_size >= GATHER_FROM if gather is None else gather
-        self.places = (
-            places(rows, model.architecture.length, recipe.floor) if large and not model.architecture.causal else None
-        )
+        self.model, self.seed, self.bf16, self.gather = model, seed, bf16, gather
+        self.room = places(rows, model.architecture.length, recipe.floor)
         step = 64 if model.vocab_size >= GATHER_FROM else 8
         self.padding = -model.vocab_size % step if bf16 else 0  # tensor cores want round numbers of columns
         self.fused = False  # the trunk, final norm included, by the kernels of `fused`
+
+    @property
+    def places(self) -> int | None:
+        """Into how many places positions are gathered, None if all are scored where they are."""
+        worth_it = self.fused or self.model.vocab_size >= GATHER_FROM if self.gather is None else self.gather
+        return self.room if worth_it and not self.model.architecture.causal else None
 
     def compile_parts(self) -> None:
         """The trunk by the kernels of `fused` where they apply, otherwise the block compiled, once for all depths; and
@@ -210,32 +215,32 @@ class Objective(nn.Module):
         scored_BL = torch.ones_like(tokens_BL, dtype=torch.bool)
         if real is not None:
             scored_BL = torch.arange(length, device=tokens.device) < real[:, None]
+        if self.model.architecture.causal:
+            seen_BL, target_BL = tokens_BL, tokens_BL.roll(-1, dims=1)  # position l is to predict the token at l + 1
+            scored_BL = scored_BL.roll(-1, dims=1) & (torch.arange(length, device=tokens.device) < length - 1)
+        else:
+            masked_BL = mask_words(self.seed, sample, length) < threshold[:, None]
+            seen_BL, target_BL = torch.where(masked_BL, self.model.mask_id, tokens_BL), tokens_BL
+            scored_BL = scored_BL & masked_BL
+        target_M, weight_M = target_BL.flatten(), torch.where(scored_BL, weight[:, None], 0.0).flatten()
+        t_M = t.repeat_interleave(length) if self.model.architecture.adaln else None
+        count = scored_BL.sum()
+        lost, where = torch.zeros_like(count), None
+        if self.places is not None:
+            where = _places_of(scored_BL.flatten(), self.places)
+            lost, target_M = where.lost, target_M[where.index_M]
+            weight_M = torch.where(where.kept_M, weight_M[where.index_M], 0.0)
+            t_M = None if t_M is None else t_M[where.index_M]
         with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=self.bf16):
-            if self.model.architecture.causal:
-                x_BLD = self._hidden(tokens_BL, t)
-                target_BL = tokens_BL.roll(-1, dims=1)  # what position l is to predict is the token at l + 1
-                scored_BL = scored_BL.roll(-1, dims=1) & (torch.arange(length, device=tokens.device) < length - 1)
-            else:
-                masked_BL = mask_words(self.seed, sample, length) < threshold[:, None]
-                x_BLD = self._hidden(torch.where(masked_BL, self.model.mask_id, tokens_BL), t)
-                target_BL = tokens_BL
-                scored_BL = scored_BL & masked_BL
-            weight_BL = torch.where(scored_BL, weight[:, None], 0.0)
-            count = scored_BL.sum()
-            x_MD, target_M, weight_M = x_BLD.flatten(0, 1), target_BL.flatten(), weight_BL.flatten()
-            t_M = t.repeat_interleave(length) if self.model.architecture.adaln else None
-            lost = torch.zeros_like(count)
-            if self.places is not None:
-                index_M, kept_M, lost = _places_of(scored_BL.flatten(), self.places)
-                x_MD, target_M = x_MD[index_M], target_M[index_M]
-                weight_M = torch.where(kept_M, weight_M[index_M], 0.0)
-                t_M = None if t_M is None else t_M[index_M]
-            nll_M = self._nll(x_MD, target_M, t_M)
+            nll_M = self._nll(self._hidden(seen_BL, t, where), target_M, t_M)
         return (nll_M * weight_M).sum(), torch.stack([count, lost])
 
-    def _hidden(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
-        """The residual stream, or, fused, its final norm."""
-        return fused.trunk(self.model, tokens_BL) if self.fused else self.model.hidden_at(tokens_BL, t_B, None)
+    def _hidden(self, tokens_BL: Tensor, t_B: Tensor, where: _Places | None) -> Tensor:
+        """The residual stream (M, D), or, fused, its final norm."""
+        if self.fused:
+            return fused.trunk(self.model, tokens_BL, scored=None if where is None else (where.index_M, where.place_N))
+        x_ND = self.model.hidden_at(tokens_BL, t_B, None).flatten(0, 1)
+        return x_ND if where is None else x_ND[where.index_M]
 
     def logits(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
         """The network's logits: what evaluation calls when weights are sharded, since they are gathered on entry
@@ -259,15 +264,22 @@ class Objective(nn.Module):
         return F.cross_entropy(logits_MV.float(), target_M, reduction="none")
 
 
-def _places_of(flag_N: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions of the first `room` set flags (anything beyond their number), which of the places are taken, and how
-    many flags found none: torch.nonzero with a fixed size, without asking the host."""
+@dataclass(frozen=True)
+class _Places:
+    index_M: Tensor  # the position whose row a place holds; of an empty place, any
+    kept_M: Tensor  # is the place taken?
+    place_N: Tensor  # the place of a position, M if it has none
+    lost: Tensor  # how many positions wanted one and found none
+
+
+def _places_of(flag_N: Tensor, room: int) -> _Places:
+    """Places for the first `room` set flags: torch.nonzero with a fixed size, without asking the host."""
     rank_N = flag_N.cumsum(0) - 1
-    slot_N = torch.where(flag_N & (rank_N < room), rank_N, room)
+    place_N = torch.where(flag_N & (rank_N < room), rank_N, room)
     index = torch.zeros(room + 1, dtype=torch.int64, device=flag_N.device)
-    index = index.scatter(0, slot_N, torch.arange(len(flag_N), device=flag_N.device))[:room]
+    index = index.scatter(0, place_N, torch.arange(len(flag_N), device=flag_N.device))[:room]
     count = rank_N[-1] + 1
-    place = torch.arange(room, device=flag_N.device)
-    kept = place < count
+    place_M = torch.arange(room, device=flag_N.device)
+    kept_M = place_M < count
     # Empty places point at different positions, so that their (zero) gradients do not all queue for one.
-    return torch.where(kept, index, place), kept, (count - room).clamp_min(0)
+    return _Places(torch.where(kept_M, index, place_M), kept_M, place_N, (count - room).clamp_min(0))

@@ -198,7 +198,12 @@ def _run(experiment: Experiment, setup: Setup, folder: Path) -> dict[str, Any]:
 
 def _key(experiment: Experiment, setup: Setup) -> str:
     """A hash of all that fixes what an experiment finds, but for the clock."""
-    others = [setup.second, setup.bpe, *setup.stages]
+    used: dict[str, list[Family | None]] = {
+        "second-corpus": [setup.second],
+        "precision": [setup.bpe],
+        "training": list(setup.stages),
+    }
+    others = used.get(experiment.name, [])
     families = [setup.family.digest, *(family.digest if family is not None else None for family in others)]
     text = None if setup.text is None else content_key("text", setup.text[:: max(1, len(setup.text) // 4096)].tolist())
     return content_key(
@@ -256,9 +261,9 @@ def report(folder: Path, reasons: dict[str, str] | None = None) -> dict[str, Any
             body += SECTIONS[name](_completed(name, mine["result"]), folder / "figures")
             shown[name] = "own"
         if theirs is not None and (mine is None or mine["result"].get("missing")):
-            body.append(
-                Text(f"**From the results kept with the project.** {_made(theirs)} Remake it: `{theirs['command']}`")
-            )
+            why = f"Not run here: {reasons[name]}. " if mine is None and reasons and name in reasons else ""
+            kept_text = f"**From the results kept with the project.** {_made(theirs)} Remake it: `{theirs['command']}`"
+            body.append(Text(why + kept_text))
             marked = folder / "figures" / "committed"
             marked.mkdir(exist_ok=True)
             body += [_renamed(block) for block in SECTIONS[name](_completed(name, theirs["result"]), marked)]
@@ -310,7 +315,7 @@ def _made(data: dict[str, Any]) -> str:
     return (
         f"Family {family['name'] or 'unnamed'} ({', '.join(family['models'])}), scale {data['scale']['name']}, "
         f"seed {data['seed']}, {data['date']}, {where}, commit {(data['commit'] or 'unknown')[:12]}, "
-        f"{data['seconds']:.0f} s."
+        f"{data['seconds']:.0f} s." + (f" {data['note']}" if data.get("note") else "")
     )
 
 
@@ -339,8 +344,9 @@ def _claims(judged: Sequence[Verdict], kept: Sequence[str]) -> list[Block]:
     blocks.append(
         Text(
             "Criteria were fixed beforehand; a finding says yes or no only where its 95% interval lies wholly on one "
-            "side, else it is open. Confirmed: all that is not open says yes; not confirmed: no; depends: both occur. "
-            "Findings are not corrected for their number: of forty about one goes astray by chance."
+            "side, else it is open. Confirmed: all say yes; partly: some do, the others are open; not confirmed: some "
+            "say no, none yes; depends: both occur. Findings are not corrected for their number: of forty about one "
+            "goes astray by chance."
             + (f" Data of {', '.join(kept)} are from the results kept with the project." if kept else "")
         )
     )

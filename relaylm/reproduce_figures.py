@@ -235,20 +235,24 @@ def stretches(result: Mapping[str, Any], path: Path) -> Path:
 
 
 def stages(result: Mapping[str, Any], path: Path) -> Path:
+    """The KL itself, not above a twin's: stages on the way have no twin."""
     figure = _figure(9.0, 3.2)
     left, right = figure.subplots(1, 2)
-    tokens, peaks = [], []
+    tokens, peaks, spreads = [], [], []
     for k, stage in enumerate(result["stages"]):
         pair = stage["pair"]
-        curve = np.array(pair["kl_relative"] or pair["kl"], dtype=float)
+        curve = np.array(pair["kl"], dtype=float)
         label = f"{(stage['tokens'] or 0) / 1e6:.0f}M tokens"
         left.plot(pair["t"], curve, color=COLOURS[k % 7], marker=MARKERS[k % 7], markersize=4, label=label)
         tokens.append((stage["tokens"] or 0) / 1e6)
-        peaks.append(pair["peak_t_relative"] if pair["kl_relative"] else pair["peak_t"])
+        peaks.append(pair["peak_t"])
+        spreads.append([pair["peak_t"] - pair["peak_t_ci"][0], pair["peak_t_ci"][1] - pair["peak_t"]])
     left.set_xlabel("t (0: text, 1: all masked)")
     left.set_ylabel("KL(heavy || light), nats")
     left.legend(frameon=False, fontsize=8)
-    right.plot(tokens, peaks, color=BLUE, marker="o")
+    right.errorbar(tokens, peaks, np.maximum(0, np.transpose(spreads)), color=BLUE, marker="o", capsize=3)
+    if min(tokens) > 0:
+        right.set_xscale("log")
     right.set_xlabel("training tokens, millions")
     right.set_ylabel("t of the peak")
     right.set_ylim(0, 1)

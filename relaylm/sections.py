@@ -409,10 +409,7 @@ def training(result: Result, figures: Path) -> list[Block]:
     rows, peaks = [], []
     for stage in result["stages"]:
         pair = stage["pair"]
-        relative = pair["peak_t_relative"] is not None
-        t, ci = (
-            (pair["peak_t_relative"], pair["peak_t_relative_ci"]) if relative else (pair["peak_t"], pair["peak_t_ci"])
-        )
+        t, ci = pair["peak_t"], pair["peak_t_ci"]
         near, far = pair["loss_heavy"][0], pair["loss_heavy"][-1]
         peaks.append(t)
         tokens = "" if stage["tokens"] is None else f"{stage['tokens'] / 1e6:.0f}M"

@@ -11,7 +11,10 @@ means another draw.
 
 **MFU** (model FLOPs utilisation) counts what the objective needs and no more: for one row of length L
 
-    3 * [ depth * (24 L d^2 + 4 L^2 d) + 2 k d V ],        k = L/2 masked positions (causal: k = L, and 2 L^2 d),
+    3 * [ depth * (24 L d^2 + 4 L^2 d) - 18 (L - k) d^2 + 2 k d V ],
+
+    k = L/2 masked positions (causal: k = L, and 2 L^2 d): after the last block's attention nothing needs the others,
+    neither that block's output projection and MLP (18 d^2) nor the head
 
 (forward once, backward twice; MLP ratio 4; elementwise work, optimizer and recomputation not counted), times rows/s,
 over the device's peak in bf16 without sparsity.
@@ -58,7 +61,8 @@ PEAK_TFLOPS = {
 }
 AVERAGE = "average/"  # what names of averaged weights begin with, in a checkpoint
 MFU_FORMULA = (
-    "rows/s * 3 * (depth * (24 L d^2 + 4 L^2 d) + 2 k d V) / peak, k = L/2 masked positions (causal: k = L, 2 L^2 d)"
+    "rows/s * 3 * (depth * (24 L d^2 + 4 L^2 d) - 18 (L - k) d^2 + 2 k d V) / peak, "
+    "k = L/2 masked positions (causal: k = L, 2 L^2 d)"
 )
 
 
@@ -106,7 +110,8 @@ def training_flops(a: Architecture, length: int) -> float:
     attention = (2 if a.causal else 4) * length**2 * a.width
     blocks = a.depth * (2 * length * (4 + 2 * a.mlp_ratio) * a.width**2 + attention)
     positions = length if a.causal else length / 2
-    return 3.0 * (blocks + 2 * positions * a.width * a.vocab_size)
+    unscored = 2 * (length - positions) * (1 + 2 * a.mlp_ratio) * a.width**2
+    return 3.0 * (blocks - unscored + 2 * positions * a.width * a.vocab_size)
 
 
 def peak_tflops(device: torch.device) -> float | None:

@@ -98,6 +98,7 @@ def grow(
     stop: Callable[[], bool] | None = None,
     load: Callable[[str], dict[str, Any] | None] | None = None,
     save: Callable[[str, dict[str, Any]], object] | None = None,
+    engines: dict[tuple[int, int, int], Engine] | None = None,
 ) -> Grown:
     """Rows first_row to first_row + n - 1 under every schedule, as `sample` would give them in batches of that size.
 
@@ -106,7 +107,8 @@ def grow(
     `stop` is asked between network calls; if it says yes, Stopped is raised. `save(key, record)` is handed each piece
     of finished work as plain JSON values, and `load(key)` asked for it first (None: not there). The key covers the
     rows, their tokens and noise, the steps, models' names and the batch size; whoever stores must add what it does not:
-    the models' weights, and the device and versions that fix the bits. Memory goes with the number of distinct states,
+    the models' weights, and the device and versions that fix the bits. `engines` keeps engines, and what they captured
+    on the device, from one call to the next with the same family. Memory goes with the number of distinct states,
     at most S x n x L numbers of the smallest type that holds a token: for large n go by ranges of rows.
     """
     began = time.perf_counter()
@@ -124,7 +126,7 @@ def grow(
     trunk = _trunk(family, tables, plan)
     levels = _levels(tables, trunk, family.names)
     costs = _Costs(family.names, trunk, levels, len(tables))
-    runner = _Runner(family, plan, trunk, batch, n * len(tables), stop, load, save)
+    runner = _Runner(family, plan, trunk, batch, n * len(tables), stop, load, save, engines)
     final_UL, which_Sn = _climb(family, plan, trunk, levels, runner, costs, on_calls)
     return Grown(
         family.names,
@@ -377,14 +379,19 @@ class _Runner:
         stop: Callable[[], bool] | None,
         load: Callable[[str], dict[str, Any] | None] | None,
         save: Callable[[str, dict[str, Any]], object] | None,
+        engines: dict[tuple[int, int, int], Engine] | None,
     ) -> None:
         self.family, self.plan, self.trunk, self.batch = family, plan, trunk, batch
         self.stop, self.load, self.save = stop, load, save
         self.network_calls = self.padded_calls = 0
-        places = min(most, PIECE * batch)
+        places = PIECE * batch if engines is not None else min(most, PIECE * batch)
         masked = np.full((places, plan.length), -1)
         self.places = Plan(plan.seed, np.zeros(places, dtype=np.int64), masked, np.zeros(masked.shape))
-        self.engine = Engine(list(family.models.values()), self.places, family.mask_id, Law(), family.device)
+        key = (places, plan.length, plan.seed)
+        engine = None if engines is None else engines.get(key)
+        self.engine = engine or Engine(list(family.models.values()), self.places, family.mask_id, Law(), family.device)
+        if engines is not None:
+            engines[key] = self.engine
         self._shape()
 
     def _shape(self) -> None:

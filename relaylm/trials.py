@@ -43,6 +43,7 @@ from relaylm.schedule import Schedule
 from relaylm.tree import Grown, Stopped, grow
 
 if TYPE_CHECKING:
+    from relaylm.engine import Engine
     from relaylm.family import Family
     from relaylm.store import Store
 
@@ -123,6 +124,7 @@ class Trials:
         self._needs: dict[tuple[Any, ...], np.ndarray] = {}
         self._naive: set[tuple[str, int]] = set()
         self.hashes: dict[tuple[str, int, int], str] = {}  # of the tokens, by law, first row and rows
+        self._engines: dict[tuple[int, int, int], Engine] = {}
         self.base = self._conditions()
         if self.store is not None:
             self._open()
@@ -262,6 +264,7 @@ class Trials:
             first_row=chunk.first,
             on_calls=lambda done, _: bar.update(began + done - bar.n),
             stop=self._late,
+            engines=self._engines,
             **options,
             **hooks,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
@@ -18,9 +19,80 @@ def test_speed_table_of_the_readme() -> None:
     assert f"| times faster | {heavy / engine:.1f} | {light / engine_light:.1f} |" in readme
     assert f"costs {100 * engine_light / engine:.1f}% of the heavy one" in readme
     assert f"(MDLM's sampler: {100 * light / heavy:.1f}%)" in readme
+    assert f"| the same under `torch.compile` | {found['reference_compiled_ms_per_row_step']:.2f} | |" in readme
+    plain = " ".join(readme.split())
+    assert f"goes to the light model saves {found['slope']['value']:.2f}% of the time" in plain
     memory = found["peak_memory_engine"] / found["peak_memory_reference"]
-    assert f"batch 32 is {100 * memory:.1f}% of the reference's" in readme and found["peak_memory_batch"] == 32
-    assert f"is {found['kl_to_fp32']:.1e} nats" in readme
+    assert f"batch 32 is {100 * memory:.1f}% of the reference's" in plain and found["peak_memory_batch"] == 32
+    assert f"is {found['kl_to_fp32']:.1e} nats" in plain
+    rival = found["ar_tokens_per_s"]["best"] / found["engine_tokens_per_s"]
+    assert f"KV cache writes {rival:.0f} times as many tokens a second" in plain
+
+
+def budget_line(budget: dict[str, Any]) -> str:
+    """A saving's line of the README: the sandwich, the best other mixture, the heavy model and the best other alone."""
+
+    def cell(row: dict[str, Any]) -> str:
+        low, high = row["against_heavy"]["ci"]
+        return f"{100 * row['against_heavy']['difference']:+.1f} ({100 * low:.1f} to {100 * high:.1f})"
+
+    rows = sorted(budget["rows"], key=lambda row: row["against_heavy"]["difference"])
+    alone = [row for row in rows if row["kind"] == "rival" and row["what"] != "sandwich"]
+    sandwich = next(row for row in rows if row["what"] == "sandwich")
+    mixed = next(row for row in rows if row["kind"] == "mixed")
+    heavy = next(row for row in alone if row["schedule"].startswith("12b:"))
+    other = next(row for row in alone if row is not heavy)
+    names = [f"{heavy['schedule'].removeprefix('12b:')} steps", other["what"].replace("b alone", " blocks")]
+    cells = [f"{budget['saved']:.0%}", cell(sandwich), cell(mixed), f"{names[0]}: {cell(heavy)}"]
+    return f"| {' | '.join([*cells, f'{names[1]}: {cell(other)}'])} |"
+
+
+def test_equal_compute_table_of_the_readme() -> None:
+    found = json.loads((ROOT / "results" / "search" / "wiki-char.json").read_text())
+    readme = (ROOT / "README.md").read_text()
+    assert len(found["all"]) == 3
+    for budget in found["all"]:
+        assert budget_line(budget) in readme
+    # What the text around it says.
+    for budget in found["all"]:
+        rows = {row["what"]: row["against_heavy"]["difference"] for row in budget["rows"]}
+        simple = [loss for what, loss in rows.items() if "alone" in what]
+        assert min(simple) <= min(rows.values())
+    top, bottom = ([row["name"] for row in found["two"][end]] for end in ("top", "bottom"))
+    assert all(name.startswith("1") and name.endswith("1") and "1" not in name[4:6] for name in top)
+    assert all("1" in name[4:6] for name in bottom)
+
+
+def test_what_the_search_document_says_was_found() -> None:
+    found = json.loads((ROOT / "results" / "search" / "wiki-char.json").read_text())
+    text = " ".join((ROOT / "docs" / "search.md").read_text().split())
+
+    def hundredths(item: dict[str, Any], sign: int = 1) -> str:
+        ends = sorted(100 * sign * end for end in item["ci"])
+        return f"{100 * sign * item['difference']:.1f} ({ends[0]:.1f} to {ends[1]:.1f})"
+
+    sandwiches = [next(row for row in budget["rows"] if row["what"] == "sandwich") for budget in found["all"]]
+    first, second, third = (hundredths(row["against_recommended"]) for row in sandwiches)
+    assert f"by {first}, {second} and {third} hundredths" in text
+    better = found["all"][2]["rows"][0]
+    value, interval = hundredths(better["against_recommended"], -1).split(" ", 1)
+    assert better["schedule"] == "8b:156" and f"are {value} hundredths better {interval}" in text
+    tuned = found["two"]["tune"]
+    assert {run["schedule"] for run in tuned} == {"12b:138"}
+    value, interval = hundredths(tuned[0]["against_winner"], -1).split(" ", 1)
+    assert f"is {value} hundredths of log-perplexity better than the winner of the 210 {interval}" in text
+    assert f"took {found['two']['calls']['ratio']:.0%} of the calls" in text
+    assert found["two"]["winner"]["schedule"] == "4b:51 12b:154 4b:51" and "`L51 H154 L51`" in text
+
+
+def test_the_tuner_against_exhaustive_search() -> None:
+    """What results/search/wiki-char.json is there to show."""
+    found = json.loads((ROOT / "results" / "search" / "wiki-char.json").read_text())["two"]
+    assert found["calls"]["ratio"] <= 0.38 and found["tree_check"]["equal"]
+    assert len(found["tune"]) == 5
+    for run in found["tune"]:
+        assert run["calls_of_naive_search"] <= 0.1
+        assert run["against_winner"]["ci"][1] <= 0.01 and run["recovered_of_spread"] >= 0.9
 
 
 def test_quality_table_of_the_readme() -> None:
@@ -52,3 +124,16 @@ def test_every_result_says_how_it_was_made() -> None:
     for file in files:
         found = json.loads(file.read_text())
         assert {"command", "machine", "versions", "seed", "commit"} <= set(found), file.name
+
+
+def test_what_the_measuring_document_says_of_two_judges() -> None:
+    found = json.loads((ROOT / "results" / "judges" / "wiki-char.json").read_text())
+    text = " ".join((ROOT / "docs" / "measuring.md").read_text().split())
+    tau = found["kendall_tau"]
+    assert f"tau of {tau['value']:.2f} ({tau['ci'][0]:.2f} to {tau['ci'][1]:.2f};" in text
+    assert found["differ"] == [] and found["n"] == 400
+    for judge in ("own", "other"):
+        log = {row["schedule"]: row[judge]["log_ppl"] for row in found["schedules"]}
+        quarters = [log[f"quarter:{k}"] for k in (1, 2, 3, 4)]
+        assert log["sandwich"] < min(quarters) and max(log.values()) == log["light"]
+        assert max(quarters[0], quarters[3]) < min(quarters[1:3])

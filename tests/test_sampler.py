@@ -21,7 +21,7 @@ from relaylm.diffusion import LINEAR, Alpha
 from relaylm.errors import UserError
 from relaylm.family import Family
 from relaylm.plan import Plan, make_events, make_plan, uniforms
-from relaylm.sampler import Event, Law, Queue, Samples, _stretches, call_shapes, denoise, sample
+from relaylm.sampler import Event, Law, Queue, Samples, _stretches, call_shapes, denoise, distinct_pairs, sample
 from relaylm.schedule import RowState, Schedule, SwitchByMaskFraction, Timetable
 
 INF = math.inf
@@ -620,3 +620,11 @@ def test_two_batches_of_rows_fill_a_sandwich() -> None:
         queue.model_n[going] = model_E[queue.next_n[going]]
         places, rows = places + call.shape.rows, rows + len(call.rows_R)
     assert rows == len(model_E) and places - rows < 0.005 * rows
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3000)), max_size=60))
+def test_distinct_pairs_are_those_of_numpy(pairs: list[tuple[int, int]]) -> None:
+    a, b = (np.array([pair[k] for pair in pairs], dtype=np.int64) for k in (0, 1))
+    found, which, number = distinct_pairs(a, b)
+    assert found == sorted(set(pairs))
+    assert [found[k] for k in which] == pairs and number.tolist() == [pairs.count(pair) for pair in found]

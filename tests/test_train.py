@@ -544,7 +544,7 @@ def test_throughput_says_what_it_measured() -> None:
     toy = load_preset("wiki-char", length=32, width=32, heads=2, batch=8, micro_batch=4)
     found = throughput(toy, depth=2, vocab_size=600, steps=2, warm=1, device="cpu", peak=1.0)
     a = Architecture(600, 32, 32, 2, 2)
-    by_hand = 3 * (2 * (24 * 32 * 32**2 + 4 * 32**2 * 32) + 2 * 16 * 32 * 600)
+    by_hand = 3 * (2 * (24 * 32 * 32**2 + 4 * 32**2 * 32) - 18 * 16 * 32**2 + 2 * 16 * 32 * 600)
     assert found["flops_per_row"] == training_flops(a, 32) == by_hand
     assert found["chars_per_s"] == pytest.approx(2 * 8 * 32 / found["seconds"])
     assert found["mfu"] == pytest.approx(found["tflops_per_s"]) and found["precision"] == "fp32"

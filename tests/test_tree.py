@@ -147,6 +147,23 @@ def test_calls_are_those_that_were_made() -> None:
     assert least <= grown.flops_made < grown.flops_naive
 
 
+def test_an_engine_serves_again() -> None:
+    """What an earlier call left in it does not show: other rows, prompts, schedules, numbers of steps."""
+    engines: dict[Any, Any] = {}
+    prompt = np.where(np.arange(LENGTH) < 2, 1, -1)
+    for schedules, n, options in (
+        (all_placements(4, 2), 5, {"steps": 8}),
+        (["heavy", "light"], 3, {"steps": 12, "first_row": 7, "given": prompt}),
+        (["heavy"], 1, {"steps": 3}),
+    ):
+        known = grow(FAMILY, schedules, n, batch_size=4, seed=3, **options)
+        again = grow(FAMILY, schedules, n, batch_size=4, seed=3, engines=engines, **options)
+        np.testing.assert_array_equal(again.tokens_SnL, known.tokens_SnL)
+    assert len(engines) == 1
+    grow(FAMILY, ["heavy"], 1, batch_size=4, seed=4, steps=3, engines=engines)
+    assert len(engines) == 2  # the seed is part of what is captured
+
+
 def test_twins_merge_at_once() -> None:
     """Two names for one network: all schedules write the same, so each row has one state at every level."""
     network = Counted(2)
@@ -267,3 +284,8 @@ def test_on_a_gpu() -> None:
     for s in (0, 7, 19):
         alone = sample(family, placements[s], 40, steps=12, light="1b", heavy="3b", batch_size=16)
         np.testing.assert_array_equal(grown.tokens_SnL[s], alone.tokens)
+    engines: dict[Any, Any] = {}
+    for first_row in (0, 40):  # the second time with what the first captured
+        options: dict[str, Any] = {"steps": 12, "light": "1b", "heavy": "3b", "batch_size": 16, "first_row": first_row}
+        again = grow(family, placements[:3], 40, engines=engines, **options)
+        np.testing.assert_array_equal(again.tokens_SnL, grow(family, placements[:3], 40, **options).tokens_SnL)

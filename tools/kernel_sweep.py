@@ -1,4 +1,4 @@
-"""Block sizes of the training kernels, timed on this GPU: how constants in `fused_kernels` and `tiled_mlp` were chosen.
+"""Block sizes of the training kernels, timed on this GPU: how the constants in `fused_kernels` were chosen.
 
     python tools/kernel_sweep.py [WIDTH HEADS]
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from relaylm import fused_kernels, tiled_mlp
+from relaylm import fused_kernels
 from relaylm.denoiser import Architecture, Transformer
 
 TOKENS, LENGTH = 65_536, 256
@@ -46,8 +46,10 @@ def microseconds(function: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def settings() -> Iterator[tuple[str, dict[str, int]]]:
-    for elements, programs, warps in itertools.product((1024, 2048, 4096), (528, 1056, 2112, 8448), (2, 4, 8)):
-        yield "NORM", {"ELEMENTS": elements, "PROGRAMS": programs, "num_warps": warps}
+    for elements, programs, ahead, warps in itertools.product((1024, 2048), (528, 1056, 2112), (1, 2, 3, 4), (2, 4)):
+        yield "NORM", {"ELEMENTS": elements, "PROGRAMS": programs, "AHEAD": ahead, "num_warps": warps}
+    for rows, columns, warps in itertools.product((512, 2048), (4, 8, 16), (4, 8)):
+        yield "SUMS", {"ROWS": rows, "COLUMNS": columns, "num_warps": warps}
     for rows, columns, programs, warps in itertools.product((4, 8, 16), (256, 512), (512, 1024, 4096), (4, 8)):
         yield "POINTWISE", {"BLOCK_M": rows, "BLOCK_N": columns, "PROGRAMS": programs, "num_warps": warps}
     for block, stages in itertools.product((64, 128), (2, 3, 4)):
@@ -55,10 +57,6 @@ def settings() -> Iterator[tuple[str, dict[str, int]]]:
     for step, stages, registers in itertools.product((32, 64), (1, 2, 3), (128, 168, 255)):
         base = {"BLOCK": 64, "STEP": step, "num_warps": 4, "num_stages": stages}
         yield "ATTENTION_GRADIENT", {**base, "maxnreg": registers}
-    for columns, warps, stages, group in itertools.product((128, 256), (4, 8), (2, 3, 4), (4, 8)):
-        tile = {"M": 128, "N": columns, "K": 64, "GROUP": group, "num_warps": warps, "num_stages": stages}
-        yield "UP", tile
-        yield "DOWN", tile
 
 
 def launches(width: int, heads: int) -> dict[str, dict[str, Callable[[], Any]]]:
@@ -74,7 +72,7 @@ def launches(width: int, heads: int) -> dict[str, dict[str, Callable[[], Any]]]:
         random(TOKENS, 4 * width),
         random(4 * width, dtype=torch.float32),
     )
-    up, down = random(4 * width, width), random(width, 4 * width)
+    from_norm, from_gelu = random(1056, 2, width, dtype=torch.float32), random(264, 4 * width, dtype=torch.float32)
     cos, sin = Transformer(Architecture(28, LENGTH, width, 1, heads)).cuda().angles(LENGTH)
     qkv = random(TOKENS // LENGTH, LENGTH, 3 * width)
     out, normaliser = fused_kernels.attention(qkv, heads, False)
@@ -88,10 +86,9 @@ def launches(width: int, heads: int) -> dict[str, dict[str, Callable[[], Any]]]:
             "backward": lambda: fused_kernels.gelu_gradient_(value, before, bias_up),
         },
         "ATTENTION": {"forward": lambda: fused_kernels.attention(qkv, heads, False)},
-        "UP": {"up with GELU": lambda: tiled_mlp.up(x, up, bias_up), "up alone": lambda: x @ up.t()},
-        "DOWN": {
-            "down, GELU's slope": lambda: tiled_mlp.down_gradient(dh, down, bias_up, before),
-            "down alone": lambda: dh @ down,
+        "SUMS": {
+            "after a norm": lambda: fused_kernels.column_sums(from_norm),
+            "after GELU": lambda: fused_kernels.column_sums(from_gelu),
         },
         "ATTENTION_GRADIENT": {
             "backward": lambda: fused_kernels.attention_gradient(qkv, out, normaliser, dh, cos, sin, heads, False)
@@ -101,13 +98,12 @@ def launches(width: int, heads: int) -> dict[str, dict[str, Callable[[], Any]]]:
 
 @contextlib.contextmanager
 def set_to(name: str, values: dict[str, int]) -> Iterator[None]:
-    room = tiled_mlp if name in ("UP", "DOWN") else fused_kernels
-    usual = getattr(room, name)
-    setattr(room, name, values)
+    usual = getattr(fused_kernels, name)
+    setattr(fused_kernels, name, values)
     try:
         yield
     finally:
-        setattr(room, name, usual)
+        setattr(fused_kernels, name, usual)
 
 
 def compile_share(which: int, of: int, width: int, heads: int) -> None:

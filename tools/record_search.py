@@ -10,8 +10,8 @@ Two questions, each answered on rows that no search has seen (another seed):
     all    every model of the family, step density too, at three savings: what the tuner recommends beside the sandwich,
            each model alone in as many steps as the budget allows, and the best schedule of each kind that raced.
 
-OUT/search.json has all of it, with the searches themselves in OUT/searches; samples go through OUT/store, so that the
-same command goes on where it was stopped.
+OUT/search.json has all of it, with the searches themselves in OUT/searches and figures beside them; samples go through
+OUT/store, so that the same command goes on where it was stopped. With `--draw` the figures alone are made again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from relaylm.checkpoint import write_json
 from relaylm.comparison import compare
 from relaylm.family import Family
 from relaylm.provenance import how_made
+from relaylm.report import COLOURS, MARKERS, _figure, _save
 from relaylm.schedule_search import search
+from relaylm.search_report import plot_search
 from relaylm.store import Store
 
 FRESH_SEED = 1000
@@ -47,15 +49,48 @@ def main() -> None:
     parser.add_argument("--fresh", type=int, default=1600, help="rows of the comparisons")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--length", type=int, help="positions in a row (default: the family's)")
+    parser.add_argument("--draw", action="store_true", help="only the figures, from what is there")
     options = parser.parse_args()
-    family = Family.load(options.family, device=options.device)
     file = options.out / "search.json"
+    if options.draw:
+        draw(options.out)
+        return
+    family = Family.load(options.family, device=options.device)
     kept = json.loads(file.read_text()) if file.is_file() else {}
     for name, question in (("two", two_models), ("all", all_models)):
         if options.only in (None, name):
             kept[name] = question(family, options)
             about = {"family": {"name": family.name, "digest": family.digest}, "seed": 0, "fresh_seed": FRESH_SEED}
             write_json(file, {**about, **how_made(family.device), **{k: kept[k] for k in ("two", "all") if k in kept}})
+    draw(options.out)
+
+
+def draw(out: Path) -> None:
+    """What the tuner and its rivals lose against all-heavy, a panel for each saving; and the 210."""
+    if (whole := out / "searches" / "all-210.json").is_file():
+        plot_search(json.loads(whole.read_text()), out / "all-210.png")
+    budgets = json.loads((out / "search.json").read_text()).get("all", [])
+    if not budgets:
+        return
+    figure = _figure(4.6 * len(budgets), 0.9 + 0.33 * max(len(budget["rows"]) for budget in budgets))
+    looks = {"rival": (COLOURS[1], MARKERS[1]), "mixed": (COLOURS[0], MARKERS[0])}
+    for axes, budget in zip(figure.subplots(1, len(budgets), squeeze=False)[0], budgets, strict=True):
+        for k, row in enumerate(budget["rows"]):
+            value, (low, high) = 100 * row["against_heavy"]["difference"], row["against_heavy"]["ci"]
+            colour, marker = looks[row["kind"]] if row["what"] != "sandwich" else (COLOURS[2], MARKERS[2])
+            reach = [[value - 100 * low], [100 * high - value]]
+            axes.errorbar(value, k, xerr=reach, color=colour, marker=marker, capsize=3)
+            label = f"{'mixed: ' if row['kind'] == 'mixed' else ''}{row['what']}{' *' if row['recommended'] else ''}"
+            axes.annotate(
+                f"{label}, {row['saved']:.0%} saved", (100 * high, k), (4, -3), textcoords="offset points", fontsize=7
+            )
+        axes.set_yticks([])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 34)
+        axes.set_xlabel("extra log-perplexity, hundredths")
+        axes.set_title(f"at least {budget['saved']:.0%} saved (* recommended)", fontsize=9)
+        axes.grid(axis="x", alpha=0.25)
+    _save(figure, out / "budgets.png")
 
 
 def found_by(family: Family, options: argparse.Namespace, label: str, method: str, **question: Any) -> dict[str, Any]:
