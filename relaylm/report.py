@@ -26,38 +26,37 @@ KINDS = {
 
 
 def plot_importance(result: Mapping[str, Any], path: str | Path) -> Path:
-    """Loss difference and KL by time for every pair, with 95% bands; less the twin's baseline where there is one."""
+    """Loss difference and KL by time for every pair, with 95% bands. Where there is a twin, its own disagreement is
+    drawn beside them, and in a second row it is taken off."""
     pairs: Sequence[Mapping[str, Any]] = result["pairs"]
     relative = all(pair["kl_relative"] is not None for pair in pairs)
-    end = "_relative" if relative else ""
-    what = " above that of two seeds" if relative else ""
-    panels = [("abs_loss_diff" + end, "|loss difference|, nats"), ("kl" + end, "KL(heavy || light), nats")]
-    figure = _figure(9.0, 3.6)
-    for k, (name, label) in enumerate(panels):
-        axes = figure.add_subplot(1, 2, k + 1)
-        for j, pair in enumerate(pairs):
-            t, y = np.array(pair["t"]), np.array(pair[name], dtype=float)
-            band = np.array(pair[name + "_ci"], dtype=float)
-            colour = COLOURS[j % len(COLOURS)]
-            axes.fill_between(t, band[:, 0], band[:, 1], color=colour, alpha=0.2, linewidth=0)
-            axes.plot(
-                t,
-                y,
-                color=colour,
-                marker=MARKERS[j % len(MARKERS)],
-                markersize=4,
-                label=f"{pair['light']} : {pair['heavy']}",
-            )
-        axes.set_xlim(0, 1)
-        axes.axhline(0, color="0.6", linewidth=0.8)
-        axes.set_xlabel("t   (0: text, 1: all masked)")
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.25)
-    figure.axes[0].legend(frameon=False, title="light : heavy", fontsize=8)
+    rows = [("", ""), ("_relative", " above that of two seeds")] if relative else [("", "")]
+    figure = _figure(9.0, 3.6 * len(rows))
+    panels = figure.subplots(len(rows), 2, squeeze=False)
+    for row, (end, what) in zip(panels, rows, strict=True):
+        for axes, (name, label) in zip(row, (("abs_loss_diff", "|loss difference|"), ("kl", "KL(heavy || light)"))):
+            for j, pair in enumerate(pairs):
+                title = f"{pair['light']} : {pair['heavy']}"
+                _curve(axes, pair, name + end, COLOURS[j % len(COLOURS)], MARKERS[j % len(MARKERS)], title)
+            if relative and not end:
+                twin = f"two seeds of {pairs[0]['heavy']}"
+                _curve(axes, pairs[0], f"{name}_base", "0.35", "x", twin, linestyle="--")
+            axes.set_xlim(0, 1)
+            axes.axhline(0, color="0.6", linewidth=0.8)
+            axes.set_xlabel("t   (0: text, 1: all masked)")
+            axes.set_ylabel(f"{label}, nats\n{what.strip()}".strip())
+            axes.grid(alpha=0.25)
+    panels[0, 0].legend(frameon=False, title="light : heavy", fontsize=8)
     name = result["family"]["name"] or "family"
-    title = f"{name}: disagreement{what}, on {result['states']}, {pairs[0]['n']} rows for each t"
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(f"{name}: disagreement on {result['states']}, {pairs[0]['n']} rows for each t", fontsize=10)
     return _save(figure, path)
+
+
+def _curve(axes: Any, pair: Mapping[str, Any], name: str, colour: str, marker: str, label: str, **look: Any) -> None:
+    band = np.array(pair[f"{name}_ci"], dtype=float)
+    axes.fill_between(pair["t"], band[:, 0], band[:, 1], color=colour, alpha=0.2, linewidth=0)
+    y = np.array(pair[name], dtype=float)
+    axes.plot(pair["t"], y, color=colour, marker=marker, markersize=4, label=label, **look)
 
 
 def plot_compare(result: Mapping[str, Any], path: str | Path) -> Path:
