@@ -30,6 +30,7 @@ from relaylm.denoiser import Architecture, Transformer
 from relaylm.errors import UserError
 from relaylm.family import Family
 from relaylm.members import DTYPES, pick_device
+from relaylm.progress import progress_bar
 from relaylm.provenance import how_made
 from relaylm.published import Side, best_batch, random_network
 from relaylm.rival import rival
@@ -83,8 +84,6 @@ def bench(
     elsewhere). `quick` shortens every measurement and is good for a look, not for a record. `parts` names those of
     PARTS to measure besides the main one, reference against engine; None is all of them.
     """
-    from tqdm import tqdm
-
     began = time.perf_counter()
     wanted = set(PARTS if parts is None else parts)
     if unknown := sorted(wanted - set(PARTS)):
@@ -112,7 +111,7 @@ def bench(
     effort = Effort.of(where, quick)
     job = Job(heavy, light, where, length, steps, min(batch, rows), rows, seed, effort)
     errors: dict[str, str] = {}
-    bar = tqdm(total=13, disable=not progress, file=sys.stderr, desc="bench", leave=False)
+    bar = progress_bar("bench", 13, "part", progress, leave=False)
 
     def part(name: str, function: Callable[[], X], kind: str = "") -> X | None:
         """One measurement, if it is wanted; what goes wrong in it is written down and the others go on."""

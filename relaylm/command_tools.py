@@ -71,7 +71,8 @@ def with_provenance(result: dict[str, Any], family: Any, args: argparse.Namespac
     """A result for `--json`, and how it was made; what the result says itself stands."""
     from relaylm.provenance import how_made
 
-    return {"seed": args.seed, **how_made(family.device), **result}
+    seed = {"seed": args.seed} if hasattr(args, "seed") else {}
+    return {**seed, **how_made(family.device), **result}
 
 
 def read_file(path: str) -> str:

@@ -9,7 +9,6 @@ Shapes: n rows, L positions, M masked positions, V vocabulary.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -181,8 +180,7 @@ def where_time_goes(setup: Setup) -> dict[str, Any]:
 
     family, cuda = setup.family, setup.family.device.type == "cuda"
     small: dict[str, Any] = {} if cuda else {"batch_size": 16, "samples": 16}
-    options: dict[str, Any] = {"device": family.device, "seed": setup.seed}
-    options["progress"] = setup.progress and sys.stderr.isatty()  # the bench draws its own bar
+    options: dict[str, Any] = {"device": family.device, "seed": setup.seed, "progress": setup.progress}
     setup.note("where the time goes")
     source = family if family.folder is None else str(family.folder)  # loaded anew, in float32
     found = bench(family=source, length=setup.length(), quick=not cuda, parts=["breakdown"], **small, **options)

@@ -137,7 +137,7 @@ def run_cost(args: argparse.Namespace) -> dict[str, Any]:
         )
     if args.json != "-":
         out(render(result))
-    return result
+    return with_provenance(result, family, args)
 
 
 def run_importance(args: argparse.Namespace) -> dict[str, Any]:

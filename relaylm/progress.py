@@ -64,6 +64,10 @@ class Lines:
                 parts.append(f"{timedelta(seconds=round(max(0, self.total - self.n) * seconds / done))} left")
         return ", ".join([*parts, self.more] if self.more else parts)
 
+    def write(self, line: str, file: TextIO | None = None) -> None:
+        """A line of its own, at once."""
+        (file or self.stream).write(line + "\n")
+
     def set_description(self, what: str) -> None:
         self.what = what
 
