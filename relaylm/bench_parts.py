@@ -20,9 +20,10 @@ from relaylm import reference
 from relaylm.denoiser import Architecture, Transformer, build
 from relaylm.diffusion import LINEAR
 from relaylm.engine import Shape, settings
+from relaylm.event_queue import call_shapes
 from relaylm.plan import Plan, make_events, make_plan, race
 from relaylm.published import Side, Window, compiled_step, corrupted, device_seconds_of, dtype_of, seconds_of
-from relaylm.sampler import Samples, call_shapes, denoise
+from relaylm.sampler import Samples, denoise
 from relaylm.schedule import sandwich
 
 LEVELS = (0.9, 0.5, 0.1)  # noise levels t at which the reference is timed
@@ -233,7 +234,8 @@ def executed_flops(model: Transformer, plan: Plan, samples: Samples, batch: int)
     for shape, number in zip(shapes, np.bincount(shape_E, minlength=len(shapes)), strict=True):
         trunk = model.flops(plan.length, shape.per_row) - shape.per_row * per_head - from_table
         total += number * (trunk + per_head * shape.kept / shape.rows)
-    return total * (1 + samples.cost.padded_calls / samples.cost.total_calls)
+    cost = samples.cost
+    return total * (1 + (cost.padded_calls - cost.shared_calls) / cost.total_calls)
 
 
 def _call_parts(model: Transformer, shape: Shape, length: int, seed: int) -> dict[str, float]:

@@ -113,7 +113,7 @@ def _joined(parts: Sequence[Samples], seconds: float) -> Samples:
         values = [getattr(cost, name) for cost in costs]
         return None if None in values else sum(values)
 
-    summed = ("flops", "flops_all_heavy", "padded_calls", "network_calls", "milliseconds", "joules")
+    summed = ("flops", "flops_all_heavy", "padded_calls", "shared_calls", "network_calls", "milliseconds", "joules")
     cost = replace(
         first.cost,
         calls=dict(sum((Counter(cost.calls) for cost in costs), Counter())),

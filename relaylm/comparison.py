@@ -25,9 +25,10 @@ from relaylm import metrics
 from relaylm.contenders import Entry, base_steps, contenders
 from relaylm.cost import mean_price, prices
 from relaylm.errors import UserError
+from relaylm.event_queue import distinct_pairs
 from relaylm.judge import Judge, features, load_judge, score, weights_digest
 from relaylm.progress import progress_bar
-from relaylm.sampler import Samples, distinct_pairs, sample
+from relaylm.sampler import Samples, sample
 from relaylm.schedule import Schedule
 from relaylm.timing import energy_counter
 from relaylm.verdict import comparisons, relate, verdict

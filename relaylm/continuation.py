@@ -73,6 +73,7 @@ def _sum(parts: list[costs.Cost]) -> costs.Cost:
         flops_all_heavy=total("flops_all_heavy"),
         blocks_saved=parts[0].blocks_saved,
         padded_calls=total("padded_calls"),
+        shared_calls=total("shared_calls"),
         network_calls=total("network_calls"),
         batch_size=min(part.batch_size for part in parts),
         seconds=total("seconds"),

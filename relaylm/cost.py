@@ -63,6 +63,7 @@ class Cost:
     flops_all_heavy: float | None = 0.0  # the same calls, all made by the heavy model
     blocks_saved: float | None = None  # the paper's count, over steps: 1 - mean depth(s(i)) / depth(heavy)
     padded_calls: int = 0  # empty places in batches, computed and thrown away; not part of `calls` or `flops`
+    shared_calls: int = 0  # of `calls`: not made, since rows that begin alike have their first one in common
     network_calls: int = 0  # batches sent to a network
     batch_size: int = 0  # rows in a batch, at the end
     seconds: float = 0.0
@@ -89,6 +90,7 @@ class Cost:
             "blocks_saved": self.blocks_saved,
             "network_calls": self.network_calls,
             "padded_calls": self.padded_calls,
+            "shared_calls": self.shared_calls,
             "batch_size": self.batch_size,
             "seconds": self.seconds,
             **{name: value for name, value in measured.items() if value is not None},

@@ -72,6 +72,11 @@ class Law:
         return logits_NV
 
 
+def _sees_t(model: Any) -> bool:
+    """Might the head want the time? A plain network's does not."""
+    return not (isinstance(model, Transformer) and not model.architecture.adaln)
+
+
 @dataclass(frozen=True)
 class Shape:
     """Room in one call: B rows, K due positions in a row, N due positions in all."""
@@ -161,16 +166,48 @@ class Engine:
             features = model.hidden_at(tokens_BL, t_B, positions_BK).flatten(0, 1)[kept_N]
         else:
             features = model.logits_at(tokens_BL, t_B, positions_BK).flatten(0, 1)[kept_N]
-        has_head = logits_BLV is None and hasattr(model, "hidden_at")
-        # With few steps most positions are due at once: then the head goes over them in slices.
-        parts, room = [], max(1, b * tokens_BL.shape[1] // 4)
-        for start in range(0, n, room):
-            part_N = slice(start, start + room)
-            logits_NV = model.head(features[part_N], t_B[kept_N[part_N] // k]) if has_head else features[part_N]
+        head = model if logits_BLV is None and hasattr(model, "hidden_at") else None
+        t_N = t_B[kept_N // k] if head is not None and _sees_t(model) else None
+        token_N, logprob_N = self._write(features, head, t_N, row_N, position_N, b)
+        return token_N, logprob_N, logits_BLV
+
+    def _write(
+        self, features: Tensor, head: Any, t_N: Tensor | None, row_N: Tensor, position_N: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """Draw a token for each place and write it. `features` are what the model `head` makes logits of; without one
+        they are logits. With few steps most positions of a call's rows are due at once: then it goes in slices."""
+        parts, most = [], max(1, rows * self.state_nL.shape[1] // 4)
+        for start in range(0, len(features), most):
+            part_N = slice(start, start + most)
+            t = None if t_N is None else t_N[part_N]
+            logits_NV = features[part_N] if head is None else head.head(features[part_N], t)
             parts.append(self._draw(logits_NV, row_N[part_N], position_N[part_N]))
         token_N, logprob_N = (torch.cat(pair) if len(parts) > 1 else pair[0] for pair in zip(*parts, strict=True))
         self.state_nL[row_N, position_N] = token_N
-        return token_N, logprob_N, logits_BLV
+        return token_N, logprob_N
+
+    def beginnings(self, model_index: int, shape: Shape, positions_U: np.ndarray) -> Tensor:
+        """What the head takes (U, D) at these positions of row 0 as it is now: by calls of this shape, all of whose
+        rows are that row, so that it has the bits of any other call of the shape."""
+        model, room = self.models[model_index], shape.rows * shape.per_row
+        tokens_BL = self.state_nL[:1].expand(shape.rows, -1).contiguous()
+        t_B = torch.ones(shape.rows, dtype=_exact(self.device), device=self.device)
+        parts = []
+        for start in range(0, len(positions_U), room):
+            some = positions_U[start : start + room]
+            padded = np.concatenate([some, np.zeros(room - len(some), dtype=np.int64)])
+            positions_BK = torch.from_numpy(padded).to(self.device).view(shape.rows, shape.per_row)
+            parts.append(model.hidden_at(tokens_BL, t_B, positions_BK).flatten(0, 1)[: len(some)])
+        return torch.cat(parts)
+
+    def begin(self, call: Call, table_UD: Tensor, slot_L: np.ndarray) -> Tensor:
+        """A call for rows that are still as row 0 was: everything but the network's blocks, which `beginnings` has.
+        `slot_L` says where in the table a position is. Returns the tokens."""
+        model = self.models[call.model]
+        index = torch.from_numpy(np.stack([slot_L[call.kept_position_N], call.kept_row_N, call.kept_position_N]))
+        slot_N, row_N, position_N = index.to(self.device)
+        t_N = torch.ones(len(slot_N), dtype=_exact(self.device), device=self.device) if _sees_t(model) else None
+        return self._write(table_UD[slot_N], model, t_N, row_N, position_N, call.shape.rows)[0]
 
     def _draw(self, logits_NV: Tensor, row_N: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
         logits_NV = self.law.apply(logits_NV, self.mask_id)

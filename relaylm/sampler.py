@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,9 @@ from torch import Tensor
 from relaylm import cost as costs
 from relaylm.decoding import Rule, parse_rule
 from relaylm.diffusion import LINEAR, Alpha
-from relaylm.engine import Call, Engine, Law, Shape, settings
+from relaylm.engine import Call, Engine, Law, settings
 from relaylm.errors import UserError
+from relaylm.event_queue import Group, Queue, alike, call_shapes, distinct_pairs
 from relaylm.plan import Events, Plan, make_events, make_plan
 from relaylm.schedule import MAX_STEPS, Policy, RowState, Schedule, Timetable
 
@@ -91,113 +92,6 @@ class Samples:
                 "step": self.trace.step_nL.tolist(),
             },
         }
-
-
-# ------------------------------------------------------------------------------------------------ the event queue
-
-
-class Queue:
-    """Rows in flight, their next events, and the choice of the next batch."""
-
-    def __init__(self, plan: Plan, events: Events, shapes_E: np.ndarray, shapes: list[Shape], in_flight: int) -> None:
-        self.plan, self.events, self.shapes_E, self.shapes = plan, events, shapes_E, shapes
-        self.next_n = events.row_ptr_n1[:-1].copy()  # each row's next event
-        self.end_n = events.row_ptr_n1[1:]
-        self.model_n = np.zeros(plan.n, dtype=np.int64)  # the model its next event asks for; set by the caller
-        self.todo = np.flatnonzero(self.next_n < self.end_n)  # rows with anything to do, in order
-        self.stretch_E = np.zeros(len(shapes_E), dtype=np.int64)  # events left until the row changes model, if known
-        self.in_flight = in_flight
-        self.pool, self.waiting = self.todo[:in_flight], self.todo[in_flight:]
-
-    def take(self) -> Call | None:
-        """The next batch. The row with the most left to do says which model and shape; of the rows that want the same,
-        those come along that have the furthest to go until they change model. So rows keep together, cross from one
-        model to the next together, and finish together, and batches are full all the way: with two batches' worth of
-        rows under half a per cent of the places of a sandwich stay empty. (Taking the largest group instead leaves
-        stragglers on both sides of every change of model, and half-empty batches with them.)"""
-        pool = self.pool
-        if not len(pool):
-            return None
-        key = self.model_n[pool] * len(self.shapes) + self.shapes_E[self.next_n[pool]]
-        left = self.end_n[pool] - self.next_n[pool]
-        group = int(key[left.argmax()])
-        model, shape = group // len(self.shapes), self.shapes[group % len(self.shapes)]
-        ready = pool[key == group]
-        if len(ready) > shape.rows:
-            furthest = np.lexsort((-left[key == group], -self.stretch_E[self.next_n[ready]]))
-            ready = ready[furthest[: shape.rows]]
-        counts = self.events.count_E[self.next_n[ready]]
-        if counts.sum() > shape.kept:  # keep to the room the head has
-            fits = int(np.searchsorted(np.cumsum(counts), shape.kept, side="right"))
-            ready, counts = ready[:fits], counts[:fits]
-        return self._pack(model, shape, ready, counts)
-
-    def _pack(self, model: int, shape: Shape, rows_R: np.ndarray, counts_R: np.ndarray) -> Call:
-        n, r, total = self.plan.n, len(rows_R), int(counts_R.sum())
-        events_R = self.next_n[rows_R]
-        rows_B = np.full(shape.rows, n)
-        rows_B[:r] = rows_R
-        t_B = np.ones(shape.rows)
-        t_B[:r] = self.events.t_E[events_R]
-        place_R = np.repeat(np.arange(r), counts_R)  # which batch row each due position belongs to
-        within = np.arange(total) - np.repeat(np.cumsum(counts_R) - counts_R, counts_R)
-        due = self.events.positions_F[np.repeat(self.events.start_E[events_R], counts_R) + within]
-        positions_BK = np.zeros((shape.rows, shape.per_row), dtype=np.int64)
-        positions_BK[place_R, within] = due
-        kept_N = np.zeros(shape.kept, dtype=np.int64)
-        kept_N[:total] = place_R * shape.per_row + within
-        kept_row_N = np.full(shape.kept, n)
-        kept_row_N[:total] = rows_R[place_R]
-        kept_position_N = np.zeros(shape.kept, dtype=np.int64)
-        kept_position_N[:total] = due
-        return Call(
-            model, shape, rows_R, events_R, counts_R, rows_B, t_B, positions_BK, kept_N, kept_row_N, kept_position_N
-        )
-
-    def advance(self, call: Call) -> None:
-        """Move the call's rows to their next events; finished rows make room for waiting ones."""
-        self.next_n[call.rows_R] += 1
-        alive = self.next_n[self.pool] < self.end_n[self.pool]
-        if not alive.all():
-            self.pool = self.pool[alive]
-            room = self.in_flight - len(self.pool)
-            self.pool = np.concatenate([self.pool, self.waiting[:room]])
-            self.waiting = self.waiting[room:]
-
-
-def distinct_pairs(a_E: np.ndarray, b_E: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray, np.ndarray]:
-    """The pairs of small whole numbers that occur, in order; which of them each one is; and how often each occurs. By
-    counting: sorting as many events as a large run has takes longer than the run's first calls."""
-
-    def ranks(values_E: np.ndarray) -> tuple[list[int], np.ndarray]:
-        there = np.bincount(values_E, minlength=1) > 0
-        return np.flatnonzero(there).tolist(), (np.cumsum(there) - 1)[values_E]
-
-    (a_A, rank_a_E), (b_B, rank_b_E) = ranks(a_E), ranks(b_E)
-    found_P, rank_E = ranks(rank_a_E * len(b_B) + rank_b_E)
-    pairs = [(a_A[pair // len(b_B)], b_B[pair % len(b_B)]) for pair in found_P]
-    return pairs, rank_E, np.bincount(rank_E, minlength=len(pairs))
-
-
-def call_shapes(
-    events: Events, times: Sequence[float] | None, alpha: Alpha, length: int, rows: int
-) -> tuple[list[Shape], np.ndarray]:
-    """The shape of each event's call: room for the due positions that its step usually brings, doubled as often as an
-    unusual event needs. Depends on the grid, the length and the event itself, not on the rest of the batch."""
-    if times is None:
-        expected_E = np.zeros(len(events.step_E))
-    else:
-        share = -np.diff(1 - np.asarray(alpha(np.asarray(times, dtype=np.float64))))  # of all positions, by step
-        expected_E = length * share[len(times) - 1 - events.step_E]
-    usual_E = expected_E + 5 * np.sqrt(expected_E) + 1
-    room_E = np.exp2(np.ceil(np.log2(np.maximum(usual_E, events.count_E)))).astype(np.int64)
-    room_E = np.minimum(room_E, length)
-    # The head's room: rows times the mean count of an event (given that there is one), and four deviations.
-    mean_E = np.where(expected_E > 1e-9, expected_E / -np.expm1(-np.maximum(expected_E, 1e-9)), 1.0)
-    kept_E = np.ceil((rows * mean_E + 4 * np.sqrt(rows * mean_E)) / 8).astype(np.int64) * 8
-    kept_E = np.minimum(np.maximum(kept_E, room_E), rows * room_E)
-    pairs, index_E, _ = distinct_pairs(room_E, kept_E)
-    return [Shape(rows, room, kept) for room, kept in pairs], index_E
 
 
 class _Memory:
@@ -300,11 +194,39 @@ def denoise(
         queue.model_n[rows] = model_E[event]
 
     look_ahead(queue.todo)
-    done = network_calls = padded = 0
+    done = network_calls = padded = shared = 0
+    groups: list[tuple[Group, Tensor]] = []
+
+    def past(call: Call, token_N: Tensor) -> None:
+        """What follows a call: its rows go on, and whoever listens hears of it."""
+        nonlocal done
+        queue.advance(call)
+        look_ahead(call.rows_R[queue.next_n[call.rows_R] < queue.end_n[call.rows_R]])
+        if callback is not None:
+            for event in _told(call, token_N, events, names):
+                callback(event)
+        done += len(call.rows_R)
+        if on_calls is not None:
+            on_calls(done, len(model_E))
+
     with settings(device):
-        while (call := queue.take()) is not None:
+        if memory is None:
             try:
-                token_N, logprob_N, logits_BLV = engine.run(call, memory is not None and memory.wants_logits)
+                for group in alike(queue, plan, engine.models):
+                    table_UD = engine.beginnings(group.model, group.shape, group.positions_U)
+                    groups.append((group, table_UD))
+                for group, table_UD in groups:
+                    network_calls += group.table_calls
+                    shared -= group.table_calls * batch
+                    for call in group.calls:
+                        past(call, engine.begin(call, table_UD, group.slot_L))
+                        shared += len(call.rows_R)
+            except torch.OutOfMemoryError:  # nothing was written by what failed: the usual way takes less
+                engine.release()
+            queue.line_up()
+        while (taken := queue.take()) is not None:
+            try:
+                token_N, logprob_N, logits_BLV = engine.run(taken, memory is not None and memory.wants_logits)
             except torch.OutOfMemoryError:
                 if batch == 1:
                     raise
@@ -313,17 +235,11 @@ def denoise(
                 batch //= 2
                 queue.shapes, queue.shapes_E = call_shapes(events, times, alpha, plan.length, batch)
                 continue
-            queue.advance(call)
             if memory is not None:
-                memory.remember(call, logprob_N, logits_BLV, engine.state_nL, mask_id)
-            look_ahead(call.rows_R[queue.next_n[call.rows_R] < queue.end_n[call.rows_R]])
-            if callback is not None:
-                for event in _told(call, token_N, events, names):
-                    callback(event)
-            done, network_calls = done + len(call.rows_R), network_calls + 1
-            padded += call.shape.rows - len(call.rows_R)
-            if on_calls is not None:
-                on_calls(done, len(model_E))
+                memory.remember(taken, logprob_N, logits_BLV, engine.state_nL, mask_id)
+            past(taken, token_N)
+            network_calls += 1
+            padded += taken.shape.rows - len(taken.rows_R)
     engine.check()
     tokens = engine.state_nL[:-1].cpu().numpy()
     assert done == len(model_E) and not (tokens == mask_id).any(), "a planned event was not run"
@@ -331,6 +247,7 @@ def denoise(
     if isinstance(rule, Timetable) and (depths := _depths(models)):
         cost.blocks_saved = costs.blocks_saved(depths, rule.models, heavy or names[-1])
     cost.network_calls, cost.padded_calls, cost.batch_size = network_calls, padded, batch
+    cost.shared_calls = shared
     cost.seconds = time.perf_counter() - began
     model_nL = np.full(plan.given_nL.shape, -1, dtype=np.int16)
     row_F = np.repeat(np.arange(plan.n), (plan.given_nL < 0).sum(axis=1))

@@ -41,8 +41,9 @@ from relaylm.cost import UNITS, Budget, Cost, Price, mean_price, prices
 from relaylm.diffusion import LINEAR
 from relaylm.engine import Call, Engine, Law, Shape, settings
 from relaylm.errors import UserError
+from relaylm.event_queue import Queue, call_shapes
 from relaylm.plan import make_events, make_plan
-from relaylm.sampler import Queue, Samples, call_shapes
+from relaylm.sampler import Samples
 from relaylm.schedule import Schedule
 
 if TYPE_CHECKING:

@@ -36,8 +36,9 @@ import torch
 from relaylm.diffusion import LINEAR
 from relaylm.engine import Engine, Law, Shape, settings
 from relaylm.errors import UserError
+from relaylm.event_queue import Queue, call_shapes
 from relaylm.plan import Events, Plan, make_events, make_plan
-from relaylm.sampler import Queue, call_shapes, check_plan, checked_given
+from relaylm.sampler import check_plan, checked_given
 from relaylm.schedule import Schedule, Timetable
 from relaylm.store import content_key
 

@@ -161,11 +161,14 @@ def test_the_compiled_form_is_the_published_step(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(mine, theirs) and not torch.equal(mine, window.x_BL)
 
 
-def test_executed_flops_count_padding() -> None:
-    """Four rows of one free position in calls of three: two calls, six places, K and N as the sampler chose them."""
+def test_executed_flops_count_padding_and_sharing() -> None:
+    """Four rows of one free position in calls of three: two calls, six places, K and N as the sampler chose them. If
+    the rows are alike, one call serves all."""
     network = random_network(Architecture(vocab_size=40, length=8, width=16, depth=2, heads=2), 3)
-    given = np.zeros(8, dtype=np.int64)
-    given[3] = -1
+    alike = np.zeros((4, 8), dtype=np.int64)
+    alike[:, 3] = -1
+    given = alike.copy()
+    given[:, 0] = np.arange(4)
     plan = make_plan(4, 8, 0, given)
     samples = denoise({"m": network}, Schedule.parse("m"), plan, mask_id=39, steps=80, batch_size=3)
     assert samples.cost.network_calls == 2 and samples.cost.padded_calls == 2
@@ -173,6 +176,10 @@ def test_executed_flops_count_padding() -> None:
     kept = min(3 * k, math.ceil((3 * 1.05 + 4 * math.sqrt(3 * 1.05)) / 8) * 8)
     expected = 6 * (network.flops(8, k) - k * head + head * kept / 3)
     assert math.isclose(executed_flops(network, plan, samples, 3), expected)
+    plan = make_plan(4, 8, 0, alike)
+    samples = denoise({"m": network}, Schedule.parse("m"), plan, mask_id=39, steps=80, batch_size=3)
+    assert samples.cost.network_calls == 1 and samples.cost.shared_calls == 1
+    assert math.isclose(executed_flops(network, plan, samples, 3), expected / 2)
 
 
 def test_kl_sees_a_rounded_network() -> None:

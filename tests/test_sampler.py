@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_leaves
 from relaylm.denoiser import Architecture, FromLogits, Transformer, build, expected_shapes
 from relaylm.diffusion import LINEAR, Alpha
 from relaylm.errors import UserError
+from relaylm.event_queue import Queue, call_shapes, distinct_pairs
 from relaylm.family import Family
 from relaylm.plan import Plan, make_events, make_plan, uniforms
-from relaylm.sampler import Event, Law, Queue, Samples, _stretches, call_shapes, denoise, distinct_pairs, sample
+from relaylm.sampler import Event, Law, Samples, _stretches, denoise, sample
 from relaylm.schedule import RowState, Schedule, SwitchByMaskFraction, Timetable
 
 INF = math.inf
@@ -628,3 +629,80 @@ def test_distinct_pairs_are_those_of_numpy(pairs: list[tuple[int, int]]) -> None
     found, which, number = distinct_pairs(a, b)
     assert found == sorted(set(pairs))
     assert [found[k] for k in which] == pairs and number.tolist() == [pairs.count(pair) for pair in found]
+
+
+# ------------------------------------------------------------------------------------------------ rows that begin alike
+
+
+def counted(depth: int, timed: bool = False) -> Transformer:
+    """A small network that counts the rows that go through its blocks."""
+    shape = Architecture(12, 16, width=16, depth=depth, heads=2, adaln=timed, time_conditioning=timed)
+    model = Transformer(shape).initialise(torch.Generator().manual_seed(depth)).eval().requires_grad_(False)
+    model.output_layer.linear.weight.data.normal_(0, 0.5, generator=torch.Generator().manual_seed(depth))
+    model.rows = 0  # type: ignore[assignment]
+    blocks = model.hidden_at
+
+    def hidden_at(tokens_BL: Any, *rest: Any) -> Any:
+        model.rows += len(tokens_BL)  # type: ignore[assignment, operator]
+        return blocks(tokens_BL, *rest)
+
+    model.hidden_at = hidden_at  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 40, math.inf])
+@pytest.mark.parametrize("prompted", [False, True])
+def test_rows_that_begin_alike_share_their_first_call(
+    steps: float, prompted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as without, and as many rows less through the networks as the cost says."""
+    models = {"a": counted(1), "b": counted(2)}
+    given_L = np.where(np.arange(16) < 3, 5, -1) if prompted else np.full(16, -1)
+    plan = make_plan(60, 16, 7, given_L)
+    schedule = Schedule.parse("a:40% b:60%") if steps > 1 else Schedule.parse("b")
+    found, rows = {}, {}
+    for shared in (True, False):
+        if not shared:
+            monkeypatch.setattr("relaylm.sampler.alike", lambda *_: [])
+        for model in models.values():
+            model.rows = 0  # type: ignore[assignment]
+        found[shared] = denoise(models, schedule, plan, mask_id=11, steps=steps, batch_size=4)
+        rows[shared] = sum(int(model.rows) for model in models.values())  # type: ignore[arg-type]
+    np.testing.assert_array_equal(found[True].tokens, found[False].tokens)
+    spared = found[True].cost.shared_calls
+    assert found[False].cost.shared_calls == 0 and found[True].cost.calls == found[False].cost.calls
+    assert spared > 0 and rows[True] == 4 * found[True].cost.network_calls
+    assert rows[True] - found[True].cost.padded_calls == found[True].cost.total_calls - spared
+    assert rows[True] <= rows[False] - spared + found[True].cost.padded_calls
+
+
+def test_what_does_not_begin_alike_is_not_shared() -> None:
+    plain = {"a": counted(1)}
+    schedule = Schedule.parse("a")
+
+    def spared(models: Any, plan: Plan) -> int:
+        return denoise(models, schedule, plan, mask_id=11, steps=8, batch_size=4).cost.shared_calls
+
+    prompts = np.full((60, 16), -1)
+    assert spared(plain, make_plan(60, 16, 0, prompts)) > 0
+    prompts[:, 0] = np.arange(60) % 5
+    assert spared(plain, make_plan(60, 16, 0, prompts)) == 0
+    assert spared({"a": counted(1, timed=True)}, make_plan(60, 16, 0)) == 0  # it looks at the time
+    assert spared({"a": LinearDenoiser(0, 16, 12)}, make_plan(60, 16, 0)) == 0  # it does not say whether it does
+    assert spared(plain, make_plan(4, 16, 0)) == 0  # one call either way
+
+
+def test_out_of_memory_while_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the shared call the same tokens come out."""
+    models, plan = {"a": counted(1)}, make_plan(60, 16, 7)
+    known = denoise(models, Schedule.parse("a"), plan, mask_id=11, steps=8, batch_size=4)
+    for place in ("beginnings", "begin"):
+        with monkeypatch.context() as patch:
+
+            def fail(*_: Any) -> Any:
+                raise torch.OutOfMemoryError("no")
+
+            patch.setattr(f"relaylm.engine.Engine.{place}", fail)
+            found = denoise(models, Schedule.parse("a"), plan, mask_id=11, steps=8, batch_size=4)
+        np.testing.assert_array_equal(found.tokens, known.tokens)
+        assert found.cost.shared_calls <= 0 and found.cost.batch_size == 4
