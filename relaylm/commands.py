@@ -222,7 +222,7 @@ def run_prepare(args: argparse.Namespace) -> dict[str, Any]:
         licence=args.license,
         progress=sys.stderr.isatty(),
     )
-    note(f"{folder}: {len(corpus.train):,} tokens to train on, {len(corpus.heldout):,} held out")
+    note(f"{folder}: {corpus.train.size:,} tokens to train on, {corpus.heldout.size:,} held out")
     return {"folder": str(folder), "train": len(corpus.train), "heldout": len(corpus.heldout)}
 
 

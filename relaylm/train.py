@@ -53,9 +53,9 @@ def train_family(
     `overrides` are fields of `Preset` and `Recipe` (depths, twin, judge, steps, lr, ...). Each model has a folder of
     its own under OUT/models with its checkpoint, metrics and summary; what is finished there is not trained again.
     The resolved settings go to OUT/config.json. What the models were like after each of the recipe's `stages` goes to
-    OUT/stages/STEP, families too.
+    OUT/stages/STEP, families too. The end of the held-out text goes with the family, for whatever asks for such a text.
     """
-    from relaylm.family_folder import save_family
+    from relaylm.family_folder import HELDOUT, save_family
 
     if isinstance(preset, Preset):
         chosen = override(preset, **overrides)
@@ -111,7 +111,17 @@ def train_family(
                 dtype=dtype,
                 overwrite=True,
             )
+            if text := heldout_text(corpus):
+                checkpoint.atomic_write(target / HELDOUT, [text.encode()])
     return target
+
+
+def heldout_text(corpus: TokenFile, most: int = 1_000_000) -> str:
+    """The end of a corpus's held-out part, so many characters at most; nothing where sentences are padded, since a text
+    does not say where each ends."""
+    if corpus.manifest.get("packing") == "pad":
+        return ""
+    return corpus.tokenizer.decode(corpus.heldout.reshape(-1)[-most:])[-most:]
 
 
 def save_stage(out: Path, step: int, preset: Preset, shapes: dict[str, Architecture], corpus: TokenFile) -> None:
@@ -184,6 +194,8 @@ def model_card(name: str, preset: Preset, corpus: TokenFile, summaries: dict[str
         "",
         "A denoiser's figure is an upper bound on its negative log-likelihood; the judge's is exact, with the first",
         "token of each row given.",
+        "",
+        "`heldout.txt`, if it is here, is the end of the held-out text, under the licence of the text.",
         "",
         "**Good for** studying model schedules, tests and demonstrations. **Not for** anything that needs true or safe",
         "text: these are small models of a small corpus, and they repeat its errors and biases.",

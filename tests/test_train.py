@@ -494,6 +494,8 @@ def test_a_family_from_text(corpus: TokenFile, tmp_path: Path) -> None:
     assert config["preset"]["recipe"]["lr"] == 0.01 and config["command"] == "make toy"
     first, twin = weights(tmp_path / "out" / "models" / "2b"), weights(tmp_path / "out" / "models" / "2b-twin")
     assert not torch.equal(first["weights/vocab_embed.embedding"], twin["weights/vocab_embed.embedding"])
+    held = corpus.tokenizer.decode(corpus.heldout)
+    assert family.heldout is not None and held and family.heldout.read_text() == held
     # Again: nothing is retrained, and another depth is added to what is there.
     grown = override(preset, depths=(1, 2, 3))
     stamp = (tmp_path / "out" / "models" / "2b" / loop.CHECKPOINT).stat().st_mtime_ns
@@ -537,7 +539,14 @@ def test_presets_at_toy_size(name: str, tmp_path: Path) -> None:
     sizes = {"length": 16, "width": 16, "heads": 2, "depths": [1, 2], "twin": 2, "judge": 1}
     sizes |= {"steps": 4, "batch": 8, "micro_batch": 4, "eval_rows": 4, "sample_every": 4}
     folder = train_family(tmp_path / "c", tmp_path / "out", name, device="cpu", progress=False, **sizes)  # type: ignore[arg-type]
-    assert Family.load(folder).names == ("1b", "2b")
+    family = Family.load(folder)
+    assert family.names == ("1b", "2b") and family.tokenizer is not None
+    if preset.packing == "pad":
+        assert family.heldout is None
+    elif name != "owt":  # (the toy tokenizer there cannot read its own marks of documents' ends)
+        assert family.heldout is not None  # as text and back: the same tokens, ends of documents among them
+        again = family.tokenizer.encode(family.heldout.read_text())
+        assert list(again) == TokenFile.load(tmp_path / "c").heldout.reshape(-1).tolist()
 
 
 def test_throughput_says_what_it_measured() -> None:
