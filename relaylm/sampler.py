@@ -156,13 +156,15 @@ def denoise(
     device: torch.device | str = "cpu",
     callback: Callable[[Event], None] | None = None,
     on_calls: Callable[[int, int], None] | None = None,
+    engine: Engine | None = None,
 ) -> Samples:
     """Run a plan to its end. The lower of two levels: no tokenizer, no defaults taken from a family.
 
     `policy` is a Schedule with model names in it (roles already bound), a Timetable, or any function of a RowState;
     `steps` is T, or infinity. `heavy` names the model that savings are counted against (the last one otherwise).
     `batch_size` is kept to, short batches being padded, so that a row's calls always have one shape; only if memory
-    runs out is it halved (what was used is in the cost). `on_calls(done, total)` hears of progress in row-calls.
+    runs out is it halved (what was used is in the cost). `on_calls(done, total)` hears of progress in row-calls. An
+    `engine` of an earlier run with the same models, law, seed and as many rows brings what it captured on the device.
     """
     began = time.perf_counter()
     names = tuple(models)
@@ -178,7 +180,10 @@ def denoise(
     shapes, shapes_E = call_shapes(events, times, alpha, plan.length, batch)
     queue = Queue(plan, events, shapes_E, shapes, in_flight=8 * batch)
     model_E = _static_models(rule, events, names)
-    engine = Engine(list(models.values()), plan, mask_id, law, device, scored=model_E is None)
+    if engine is None:
+        engine = Engine(list(models.values()), plan, mask_id, law, device, scored=model_E is None)
+    else:
+        engine.load(plan.rows_n, np.where(plan.given_nL < 0, mask_id, plan.given_nL))
     memory = None
     if model_E is not None:
         queue.stretch_E = _stretches(model_E, events)
@@ -241,7 +246,7 @@ def denoise(
             network_calls += 1
             padded += taken.shape.rows - len(taken.rows_R)
     engine.check()
-    tokens = engine.state_nL[:-1].cpu().numpy()
+    tokens = engine.state_nL[: plan.n].cpu().numpy()
     assert done == len(model_E) and not (tokens == mask_id).any(), "a planned event was not run"
     cost = _count(models, model_E, events, plan.length, heavy or names[-1], memory is not None and memory.wants_logits)
     if isinstance(rule, Timetable) and (depths := _depths(models)):

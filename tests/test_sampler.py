@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from relaylm.denoiser import Architecture, FromLogits, Transformer, build, expected_shapes
 from relaylm.diffusion import LINEAR, Alpha
+from relaylm.engine import Engine
 from relaylm.errors import UserError
 from relaylm.event_queue import Queue, call_shapes, distinct_pairs
 from relaylm.family import Family
@@ -706,3 +707,17 @@ def test_out_of_memory_while_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
             found = denoise(models, Schedule.parse("a"), plan, mask_id=11, steps=8, batch_size=4)
         np.testing.assert_array_equal(found.tokens, known.tokens)
         assert found.cost.shared_calls <= 0 and found.cost.batch_size == 4
+
+
+def test_an_engine_serves_again() -> None:
+    """What an earlier run left in it does not show."""
+    models, schedule = {"a": counted(1), "b": counted(2)}, Schedule.parse("a:50% b:50%")
+    options: dict[str, Any] = {"mask_id": 11, "steps": 8, "batch_size": 4}
+    plans = [make_plan(20, 16, 3, given, first) for given, first in ((None, 0), (np.full(16, -1), 100))]
+    prompts = np.full((20, 16), -1)
+    prompts[:, :4] = np.arange(20)[:, None] % 7
+    plans.append(make_plan(20, 16, 3, prompts))
+    engine = Engine(list(models.values()), plans[0], 11, Law(), "cpu")
+    for plan in (*plans, plans[0]):
+        again = denoise(models, schedule, plan, engine=engine, **options)
+        np.testing.assert_array_equal(again.tokens, denoise(models, schedule, plan, **options).tokens)
