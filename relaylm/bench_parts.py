@@ -234,12 +234,13 @@ def executed_flops(model: Transformer, plan: Plan, samples: Samples, batch: int)
     per_head = 2.0 * a.width * a.vocab_size
     with torch.no_grad():
         from_table = 6.0 * plan.length * a.width**2 if model._has_kernels() and a.depth > 1 else 0.0
-    total = 0.0
+    trunks = heads = 0.0
     for shape, number in zip(shapes, np.bincount(shape_E, minlength=len(shapes)), strict=True):
-        trunk = model.flops(plan.length, shape.per_row) - shape.per_row * per_head - from_table
-        total += number * (trunk + per_head * shape.kept / shape.rows)
-    cost = samples.cost
-    return total * (1 + (cost.padded_calls - cost.shared_calls) / cost.total_calls)
+        trunks += number * (model.flops(plan.length, shape.per_row) - shape.per_row * per_head - from_table)
+        heads += number * per_head * shape.kept / shape.rows
+    cost = samples.cost  # what is shared are trunks, each row has a head of its own
+    padded, shared = cost.padded_calls / cost.total_calls, cost.shared_calls / cost.total_calls
+    return trunks * (1 + padded - shared) + heads * (1 + padded)
 
 
 def _call_parts(model: Transformer, shape: Shape, length: int, seed: int) -> dict[str, float]:

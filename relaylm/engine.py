@@ -223,7 +223,9 @@ class Engine:
 
     def check(self) -> None:
         """Refuse samples from networks that gave nonsense. Looked at once, at the end: asking costs a wait."""
-        if not math.isfinite(float(self.sum_of_largest)):
+        total = float(self.sum_of_largest)
+        self.sum_of_largest.zero_()
+        if not math.isfinite(total):
             raise UserError(
                 "a model gave logits that are not finite: its weights are damaged or overflow this precision"
             )

@@ -120,7 +120,9 @@ def call_shapes(
         expected_E = length * share[len(times) - 1 - events.step_E]
     usual_E = expected_E + 5 * np.sqrt(expected_E) + 1
     room_E = np.exp2(np.ceil(np.log2(np.maximum(usual_E, events.count_E)))).astype(np.int64)
-    room_E = np.minimum(room_E, length)
+    # At least two: PyTorch's attention on a CPU treats a single query specially, and its bits then depend on the row's
+    # place in the batch.
+    room_E = np.minimum(np.maximum(room_E, 2), length)
     # The head's room: rows times the mean count of an event (given that there is one), and four deviations.
     mean_E = np.where(expected_E > 1e-9, expected_E / -np.expm1(-np.maximum(expected_E, 1e-9)), 1.0)
     kept_E = np.ceil((rows * mean_E + 4 * np.sqrt(rows * mean_E)) / 8).astype(np.int64) * 8

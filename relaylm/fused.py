@@ -203,7 +203,7 @@ class _RowsAt(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, h: Tensor, position: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(place)
-        return fused_kernels.rows_at(x, h, position)
+        return fused_kernels.rows_at(x.contiguous(), h.contiguous(), position)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dh: Tensor) -> tuple[Tensor | None, ...]:

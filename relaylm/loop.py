@@ -406,7 +406,7 @@ class _Loop:
         tensors = self.trainer.tensors()
         self.state["step"] = self.trainer.step_count
         if self.world.main:
-            if self.trainer.step_count in self.recipe.stages:
+            if self.trainer.step_count in self.recipe.stages and not self.architecture.causal:
                 kept = {name: value for name, value in tensors.items() if name.startswith(AVERAGE)}
                 checkpoint.save(stage_file(self.folder, self.trainer.step_count), kept, {})
             checkpoint.save(self.folder / CHECKPOINT, tensors, {**self.state, "identity": self.identity})

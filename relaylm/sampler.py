@@ -183,6 +183,9 @@ def denoise(
     if engine is None:
         engine = Engine(list(models.values()), plan, mask_id, law, device, scored=model_E is None)
     else:
+        same = (engine.seed, engine.law, engine.mask_id, engine.scored) == (plan.seed, law, mask_id, model_E is None)
+        if not same or len(engine.state_nL) != plan.n + 1 or [*map(id, engine.models)] != [*map(id, models.values())]:
+            raise UserError("this engine served other models, rows, noise or another law: leave it out")
         engine.load(plan.rows_n, np.where(plan.given_nL < 0, mask_id, plan.given_nL))
     memory = None
     if model_E is not None:
@@ -228,6 +231,7 @@ def denoise(
                         shared += len(call.rows_R)
             except torch.OutOfMemoryError:  # nothing was written by what failed: the usual way takes less
                 engine.release()
+            groups.clear()
             queue.line_up()
         while (taken := queue.take()) is not None:
             try:

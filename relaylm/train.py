@@ -94,7 +94,7 @@ def train_family(
         target = out / "family"
         if where.main:
             for step in chosen.recipe.stages:
-                save_stage(out, step, chosen, {key: shapes[key] for key, *_ in jobs}, corpus)
+                save_stage(out, step, chosen, {key: shapes[key] for key, *_ in jobs}, corpus, dtype)
             networks = {key: averaged_network(out / "models" / key / CHECKPOINT, shapes[key]) for key, *_ in jobs}
             judge = networks.pop("judge", None)
             twin = networks.pop(f"{chosen.twin}b{TWIN}", None)
@@ -124,25 +124,31 @@ def heldout_text(corpus: TokenFile, most: int = 1_000_000) -> str:
     return corpus.tokenizer.decode(corpus.heldout.reshape(-1)[-most:])[-most:]
 
 
-def save_stage(out: Path, step: int, preset: Preset, shapes: dict[str, Architecture], corpus: TokenFile) -> None:
-    """A family of the denoisers as they were after so many steps (those of which that was kept)."""
+def save_stage(
+    out: Path, step: int, preset: Preset, shapes: dict[str, Architecture], corpus: TokenFile, dtype: torch.dtype
+) -> None:
+    """A family of the denoisers as they were after so many steps: all of them, or none if one was already past that
+    step when stages were asked for."""
     from relaylm.family_folder import save_family
 
     files = {key: stage_file(out / "models" / key, step) for key, shape in shapes.items() if not shape.causal}
-    networks = {key: averaged_network(file, shapes[key]) for key, file in files.items() if file.is_file()}
+    if lacking := [key for key, file in files.items() if not file.is_file()]:
+        print(f"no stage {step}: {', '.join(lacking)} went by without keeping it", file=sys.stderr)
+        return
+    networks = {key: averaged_network(file, shapes[key]) for key, file in files.items()}
     twins = {key.removesuffix(TWIN): networks.pop(key) for key in list(networks) if key.endswith(TWIN)}
-    if networks:
-        tokens = step * preset.recipe.batch * preset.length
-        save_family(
-            out / "stages" / str(step),
-            networks,
-            corpus.tokenizer,
-            length=preset.length,
-            name=f"{preset.name} after {step} steps",
-            twins={key: twin for key, twin in twins.items() if key in networks},
-            meta={"preset": preset.to_json(), "training": {key: {"steps": step, "tokens": tokens} for key in networks}},
-            overwrite=True,
-        )
+    tokens = step * preset.recipe.batch * preset.length
+    save_family(
+        out / "stages" / str(step),
+        networks,
+        corpus.tokenizer,
+        length=preset.length,
+        name=f"{preset.name} after {step} steps",
+        twins=twins,
+        meta={"preset": preset.to_json(), "training": {key: {"steps": step, "tokens": tokens} for key in networks}},
+        dtype=dtype,
+        overwrite=True,
+    )
 
 
 def averaged_network(file: Path, architecture: Architecture) -> Transformer:

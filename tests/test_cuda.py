@@ -35,7 +35,7 @@ from relaylm import kernels, timing
 from relaylm.decode import decode
 from relaylm.decoding import parse_rule
 from relaylm.denoiser import Architecture, Transformer
-from relaylm.engine import settings
+from relaylm.engine import Engine, Law, settings
 from relaylm.family import Family
 from relaylm.objective import mask_words
 from relaylm.plan import Plan, make_plan, philox, race, uniforms
@@ -155,6 +155,29 @@ def test_rows_do_not_feel_their_neighbours() -> dict[str, Any]:
     assert mismatches == 0
     across = {batch: float((tokens(rows, batch) != base).mean()) for batch in (16, 100, 256)}
     return {"mismatches_at_one_shape": mismatches, "mismatch_rate_across_batch_sizes": across}
+
+
+def test_shared_first_calls_and_kept_engines() -> dict[str, int]:
+    """Not one token differs, whether rows that begin alike share their first call or not, and whether an engine has
+    served before or is fresh."""
+    models = {
+        "a": network(seed=1).cuda().cast(torch.bfloat16),
+        "b": network(depth=5, seed=2).cuda().cast(torch.bfloat16),
+    }
+    schedule, found = Schedule.parse("a:25% b:75%"), {}
+    for steps in (4, 32):
+        plan, other = make_plan(600, 64, 3), make_plan(600, 64, 3, first_row=600)
+        options: dict[str, Any] = {"mask_id": 59, "steps": steps, "batch_size": 64, "device": "cuda"}
+        shared = denoise(models, schedule, plan, **options)
+        with unittest.mock.patch("relaylm.sampler.alike", lambda *_: []):
+            alone = denoise(models, schedule, plan, **options)
+        engine = Engine(list(models.values()), plan, 59, Law(), "cuda")
+        denoise(models, schedule, other, engine=engine, **options)
+        again = denoise(models, schedule, plan, engine=engine, **options)
+        assert shared.cost.shared_calls > 0
+        assert (shared.tokens == alone.tokens).all() and (shared.tokens == again.tokens).all()
+        found[f"T = {steps}, shared calls"] = shared.cost.shared_calls
+    return found
 
 
 def test_the_table_of_timings_foretells_a_run() -> dict[str, Any]:

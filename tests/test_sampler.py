@@ -721,3 +721,32 @@ def test_an_engine_serves_again() -> None:
     for plan in (*plans, plans[0]):
         again = denoise(models, schedule, plan, engine=engine, **options)
         np.testing.assert_array_equal(again.tokens, denoise(models, schedule, plan, **options).tokens)
+    for other in (make_plan(20, 16, 4), make_plan(19, 16, 3)):
+        with pytest.raises(UserError, match="engine"):
+            denoise(models, schedule, other, engine=engine, **options)
+    with pytest.raises(UserError, match="engine"):
+        denoise(models, schedule, plans[0], engine=engine, law=Law(top_k=1), **options)
+    with pytest.raises(UserError, match="engine"):  # a policy wants log-probabilities
+        denoise(models, SwitchByMaskFraction("a", "b", 0.2, 0.7), plans[0], engine=engine, **options)
+
+
+@pytest.mark.parametrize("steps", [math.inf, 3, 40])
+def test_logits_do_not_feel_a_rows_place_with_several_threads(steps: float) -> None:
+    """Bit for bit, at the sampler's own call shapes: also at T = infinity, where one position is due at a time."""
+    model = transformer(vocab=28, length=64, width=256)
+    threads = torch.get_num_threads()
+    plan = make_plan(16, 64, 0)
+    times = None if math.isinf(steps) else [k / steps for k in range(int(steps), -1, -1)]
+    shapes, _ = call_shapes(make_events(plan, times), times, LINEAR, 64, 16)
+    tokens_BL = torch.randint(0, 28, (16, 64), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(1))
+    torch.set_num_threads(2)
+    try:
+        for shape in shapes:
+            positions_BK = torch.arange(16 * shape.per_row).view(16, -1) % 64
+            with torch.inference_mode():
+                here = model.logits_at(tokens_BL, torch.ones(16), positions_BK)
+                there = model.logits_at(tokens_BL[order], torch.ones(16), positions_BK[order])
+            assert torch.equal(here[order], there)
+    finally:
+        torch.set_num_threads(threads)

@@ -504,7 +504,9 @@ def test_a_family_from_text(corpus: TokenFile, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "models" / "2b" / loop.CHECKPOINT).stat().st_mtime_ns == stamp
 
 
-def test_stages_are_what_a_shorter_run_would_have_been(corpus: TokenFile, tmp_path: Path) -> None:
+def test_stages_are_what_a_shorter_run_would_have_been(
+    corpus: TokenFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Weights that are kept on the way are those of the run stopped there, and they do not change the run."""
     preset = Preset("toy", "text8", "running", 16, 16, 2, (1, 2), twin=2, judge=1, recipe=TOY)
     kept = override(preset, stages=(4, 7))
@@ -522,6 +524,9 @@ def test_stages_are_what_a_shorter_run_would_have_been(corpus: TokenFile, tmp_pa
     assert family.meta["training"]["2b"]["tokens"] == 4 * TOY.batch * 16
     with pytest.raises(UserError, match="1 to 11"):
         override(preset, stages=(12,))
+    # Asked for too late: said, and no half of a family is written.
+    train_family(corpus.folder, tmp_path / "plain", override(preset, stages=(3,)), device="cpu", progress=False)
+    assert "no stage 3: 1b, 2b, 2b-twin" in capsys.readouterr().err and not (tmp_path / "plain" / "stages").exists()
 
 
 @pytest.mark.parametrize("name", ["owt", "lm1b", "wiki-char", "books-char", "wiki-bpe"])
