@@ -223,14 +223,14 @@ def denoise(
                 for group in alike(queue, plan, engine.models):
                     table_UD = engine.beginnings(group.model, group.shape, group.positions_U)
                     groups.append((group, table_UD))
-                for group, table_UD in groups:
                     network_calls += group.table_calls
-                    shared -= group.table_calls * batch
+                for group, table_UD in groups:
                     for call in group.calls:
                         past(call, engine.begin(call, table_UD, group.slot_L))
                         shared += len(call.rows_R)
             except torch.OutOfMemoryError:  # nothing was written by what failed: the usual way takes less
                 engine.release()
+            shared = max(0, shared - network_calls * batch)  # these were made, with all their places
             groups.clear()
             queue.line_up()
         while (taken := queue.take()) is not None:

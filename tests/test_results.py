@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,36 @@ def test_equal_compute_table_of_the_readme() -> None:
     top, bottom = ([row["name"] for row in found["two"][end]] for end in ("top", "bottom"))
     assert all(name.startswith("1") and name.endswith("1") and "1" not in name[4:6] for name in top)
     assert all("1" in name[4:6] for name in bottom)
+
+
+def test_the_evidence_at_17_per_cent_is_mixed() -> None:
+    """As the README says: told apart on one seed's samples, not on the other's."""
+    searched = json.loads((ROOT / "results" / "search" / "wiki-char.json").read_text())["all"][0]["rows"]
+    sandwich = next(row for row in searched if row["what"] == "sandwich")
+    assert sandwich["against_recommended"]["ci"][0] > 0
+    report = (ROOT / "results" / "reproduce" / "tables" / "schedules-4b.csv").read_text()
+    for rival in ("10b (rival", "H171 (rival"):
+        line = next(line for line in report.splitlines() if line.startswith(rival))
+        low, high = re.findall(r"\(([-+][0-9.]+) to ([-+][0-9.]+)\)", line)[0]
+        assert float(low) < 0 < float(high)
+
+
+def test_what_the_measuring_document_says_of_importance() -> None:
+    """Peaks on text and on trajectories, and models that are closer to the heavy one than its twin is."""
+    text = " ".join((ROOT / "docs" / "measuring.md").read_text().split())
+    curves = {
+        states: json.loads((ROOT / "results" / "importance" / f"wiki-char-{states}.json").read_text())["pairs"]
+        for states in ("data", "trajectory")
+    }
+    peaks = [pair["peak_t"] for pair in curves["data"]]
+    assert f"at t = {min(peaks):.2f} to {max(peaks):.2f}" in text
+    four, six, eight, ten = curves["data"]
+    assert f"({four['peak_t_relative']:.2f} and {six['peak_t_relative']:.2f})" in text
+    for pair in curves["trajectory"]:
+        flat = [kl for t, kl in zip(pair["t"], pair["kl"], strict=True) if t < 0.36]
+        assert "flat from t = 0.05 to 0.35" in text and max(flat) < 1.08 * min(flat)
+        assert pair["kl"][pair["t"].index(1.0)] < 0.01 * max(flat)
+    assert all(min(pair["kl_relative"]) < 0 and max(pair["kl_relative"]) <= 0.001 for pair in (eight, ten))
 
 
 def test_what_the_search_document_says_was_found() -> None:

@@ -14,8 +14,7 @@ from relaylm.corpus import TokenFile
 from relaylm.family import Family
 from relaylm.family_folder import CARD, HELDOUT, save_family
 from relaylm.recipe import load_preset
-
-MOST = 1_000_000  # characters of held-out text
+from relaylm.train import heldout_text
 
 
 def main() -> None:
@@ -40,7 +39,7 @@ def main() -> None:
         options.out, {name: family[name] for name in names}, family.tokenizer, length=family.length, name=family.name,
         judge=family.judge, card=card, meta=family.meta, dtype="bfloat16", overwrite=True,
     )  # fmt: skip
-    text = corpus.tokenizer.decode(corpus.heldout[-MOST:])
+    text = heldout_text(corpus)
     (options.out / HELDOUT).write_text(text, encoding="utf-8")
     size = sum(path.stat().st_size for path in options.out.rglob("*.safetensors"))
     print(f"{options.out}: {size / 1e6:.1f} MB of weights, {len(text):,} characters of held-out text")
