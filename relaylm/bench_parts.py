@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from relaylm import reference
+from relaylm import kernels, reference
 from relaylm.denoiser import Architecture, Transformer, build
 from relaylm.diffusion import LINEAR
 from relaylm.engine import Engine, Law, Shape, settings
@@ -48,7 +48,7 @@ class Effort:
         if quick:
             return cls(4, 3, 2, 8, 1, 2, 10.0, 4)
         if device.type == "cuda":
-            return cls(100, 20, 6, 1000, 1, 3, 75.0, 20)
+            return cls(100, 20, 6, 1000, 1, 3, 100.0, 20)
         return cls(100, 34, 3, 64, 2, 3, 240.0, 20)
 
 
@@ -226,17 +226,22 @@ def bound(job: Job, batch: int, step_ms: float) -> dict[str, float]:
 
 def executed_flops(model: Transformer, plan: Plan, samples: Samples, batch: int) -> float:
     """Operations that one model's run really did: empty places, padded positions and the head's spare room included;
-    the queries, keys and values that a table replaced are not, and the head's three pieces count as one product."""
+    the queries, keys and values that a table replaced are not, nor the last block's values where none are made,
+    and the head's three pieces count as one product."""
     a = model.architecture
     times = [k / samples.steps for k in range(int(samples.steps), -1, -1)]
     events = make_events(plan, times)
     shapes, shape_E = call_shapes(events, times, LINEAR, plan.length, min(batch, plan.n))
     per_head = 2.0 * a.width * a.vocab_size
     with torch.no_grad():
-        from_table = 6.0 * plan.length * a.width**2 if model._has_kernels() and a.depth > 1 else 0.0
+        own = model._has_kernels()
+    from_table = 6.0 * plan.length * a.width**2 if own and a.depth > 1 else 0.0
     trunks = heads = 0.0
     for shape, number in zip(shapes, np.bincount(shape_E, minlength=len(shapes)), strict=True):
-        trunks += number * (model.flops(plan.length, shape.per_row) - shape.per_row * per_head - from_table)
+        k, unmade = shape.per_row, 0.0
+        if own and kernels.pools(k, a.width // a.heads):  # W h everywhere against p h and W (p h) for each head
+            unmade = 2.0 * a.width * (plan.length * a.width - k * ((a.heads - 1) * plan.length + a.width))
+        trunks += number * (model.flops(plan.length, k) - k * per_head - from_table - unmade)
         heads += number * per_head * shape.kept / shape.rows
     cost = samples.cost  # what is shared are trunks, each row has a head of its own
     padded, shared = cost.padded_calls / cost.total_calls, cost.shared_calls / cost.total_calls

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relaylm import cost, kernels
+from relaylm import cost, kernels, products
 from relaylm.errors import UserError
 
 
@@ -306,7 +306,7 @@ class Transformer(nn.Module):
         out = self.output_layer
         h = out.norm_final(x_KD)
         if h.dim() == 2 and self._has_kernels():
-            return kernels.head(h, self._pieces(), self.vocab_size)
+            return products.head(h, self._pieces(), self.vocab_size)
         if out.adaLN_modulation is not None:
             assert t_B is not None
             shift, scale = out.adaLN_modulation(self._condition(t_B)).chunk(2, dim=-1)
@@ -353,6 +353,15 @@ class Transformer(nn.Module):
             "first_qkv", sources, lambda: _linear(block.norm1(sources[0]), block.attn_qkv.weight, block.attn_qkv.bias)
         )
 
+    def grouped_qkv(self, i: int) -> tuple[Tensor, Tensor | None]:
+        """Block i's qkv matrix and bias in the order that `products.rotated` wants."""
+        linear = cast(_Block, self.blocks[i]).attn_qkv
+        dim = self.architecture.width // self.architecture.heads
+        weight = self._derived(f"qkv_{i}", (linear.weight,), lambda: products.grouped(linear.weight, dim))
+        if linear.bias is None:
+            return weight, None
+        return weight, self._derived(f"qkv_bias_{i}", (linear.bias,), lambda: products.grouped(linear.bias, dim))
+
     def mlp_offsets(self) -> Tensor:
         """The sum of the MLPs' output biases up to each block (depth, D), in float32."""
         biases = tuple(cast(nn.Linear, cast(_Block, block).mlp[2]).bias for block in self.blocks)
@@ -364,7 +373,7 @@ class Transformer(nn.Module):
         """The head's weights as bfloat16 pieces."""
         linear = self.output_layer.linear
         return self._derived(
-            "pieces", (linear.weight, linear.bias), lambda: kernels.split_weights(linear.weight, linear.bias)
+            "pieces", (linear.weight, linear.bias), lambda: products.split_weights(linear.weight, linear.bias)
         )
 
     def _derived(self, name: str, sources: tuple[Tensor | None, ...], make: Callable[[], Tensor]) -> Tensor:

@@ -10,7 +10,9 @@ A block of width 256 is bound by memory, not by arithmetic: what costs is every 
 
 (Products with rotation or with GELU inside were tried, and lost against cuBLAS and these passes on an H200.)
 
-With a small vocabulary the embedding and the first norm are rows of a table that has one for each token. After the
+With a small vocabulary the embedding, the first norm and the first block's queries, keys and values before rotation
+are rows of tables that have one for each token: no product runs over the tokens, and the gradient of a table is the sum
+of its rows' gradients by token, from which those of the norm and of the weights are products as small as it. After the
 last block's attention no position looks at another one any more, so where only some positions are scored the rest of
 the network runs on their rows alone (`rows_at`); the other positions get a gradient of zero.
 
@@ -23,7 +25,8 @@ GELU is the tanh form, x s(x) with s = 1 / (1 + exp(-2u)), u = sqrt(2/pi) (x + 0
 s + 2 x s (1 - s) u'. Attention keeps the logarithm of each query's normaliser, and the backward pass makes the
 probabilities again from it: for a block of keys, over all queries, dV = P' dO and dK = dS' Q with
 dS = P (dO V' - rowsum(dO O)); then for a block of queries, over all keys, dQ = dS K. Twice the scores, but no atomics:
-every sum here has a fixed order.
+every sum here has a fixed order. Where a row is short enough for one program, that one makes the scores once, for all
+queries and a block of keys at a time, and keeps dQ.
 
 Weights are float32; their bfloat16 copies are made once for a call, in one kernel, and gradients come back in float32
 straight from the matrix products. All of it is what `Transformer.hidden_at` and the final norm compute under autocast,
@@ -45,9 +48,8 @@ from relaylm import fused_kernels, kernels
 if TYPE_CHECKING:
     from relaylm.denoiser import Transformer, _Block
 
-OWN_ATTENTION_UP_TO = 256  # positions: the attention of `fused_kernels`; PyTorch's wins in longer rows
 RESIDUAL = torch.bfloat16  # the residual stream's precision; float32 costs two more passes over it for every one
-SMALL_VOCABULARY = 512  # up to this size the first norm is a table's too, and gradients are products with indicators
+SMALL_VOCABULARY = 512  # up to this size what depends on a token alone is a table's
 
 
 def applies(model: Transformer) -> bool:
@@ -83,11 +85,18 @@ def trunk(
             copies = [torch.empty_like(weight, dtype=dtype) for weight in matrices]
             torch._foreach_copy_(copies, matrices)
         pairs = iter(zip(matrices, copies))
-        x, h = embed(
-            tokens_BL.flatten(), model.vocab_embed.embedding, blocks[0].norm1.weight, residual or RESIDUAL, dtype
-        )
+        shape, tokens_M = (b, length, heads, causal), tokens_BL.flatten()
+        embedding, first_norm = model.vocab_embed.embedding, blocks[0].norm1.weight
+        by_token = length <= fused_kernels.OWN_ATTENTION_UP_TO and len(embedding) <= SMALL_VOCABULARY
+        if not by_token:
+            x, h = embed(tokens_M, embedding, first_norm, residual or RESIDUAL, dtype)
         for block, following in zip(blocks, [*(block.norm1 for block in blocks[1:]), model.output_layer.norm_final]):
-            h = attend(h, *next(pairs), cos, sin, (b, length, heads, causal))
+            if by_token and block is blocks[0]:
+                x, h = embed_attend(
+                    tokens_M, embedding, first_norm, *next(pairs), cos, sin, shape, residual or RESIDUAL
+                )
+            else:
+                h = attend(h, *next(pairs), cos, sin, shape)
             if scored is not None and block is blocks[-1]:
                 x, h = rows_at(x, h, *scored)
             x, h = add_norm(x, product(h, *next(pairs)), None, block.norm2.weight, dtype)
@@ -134,10 +143,18 @@ def attend(
     h_MD: Tensor, weight: Tensor, copy: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, int, int, bool]
 ) -> Tensor:
     """Attention (M, D) of queries, keys and values h W', rotated. `shape`: rows, length, heads, causal."""
-    if shape[1] <= OWN_ATTENTION_UP_TO:
+    if shape[1] <= fused_kernels.OWN_ATTENTION_UP_TO:
         return _Attend.apply(h_MD, weight, copy, cos, sin, shape)
     q, k, v = _Rotated.apply(h_MD, weight, copy, cos, sin, shape)
     return F.scaled_dot_product_attention(q, k, v, is_causal=shape[3]).transpose(1, 2).reshape(h_MD.shape)
+
+
+def embed_attend(
+    tokens_M: Tensor, weight_VD: Tensor, norm_D: Tensor, qkv: Tensor, qkv_copy: Tensor, cos: Tensor, sin: Tensor,
+    shape: tuple[int, int, int, bool], residual: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`embed` and then `attend`, by tables: the embeddings (M, D) and the first block's attention (M, D)."""
+    return _EmbedAttend.apply(tokens_M, weight_VD, norm_D, qkv, qkv_copy, cos, sin, shape, residual)
 
 
 def mlp(h_MD: Tensor, up: Tensor, up_copy: Tensor, bias_H: Tensor, down: Tensor, down_copy: Tensor) -> Tensor:
@@ -152,6 +169,14 @@ def _weight_gradient(dy_MX: Tensor, h_MD: Tensor) -> Tensor:
     return (dy_MX.t() @ h_MD).float()
 
 
+def _sums_by_token(tokens_M: Tensor, size: int, *gradients_MX: Tensor) -> list[Tensor]:
+    """Sums (V, X) of rows by their token, in float32: products with indicators."""
+    ids = torch.arange(-(-size // 64) * 64, device=tokens_M.device)  # round, as the tensor cores like it
+    is_token = tokens_M[:, None] == ids
+    indicators = {kind: is_token.to(kind) for kind in {gradient.dtype for gradient in gradients_MX}}
+    return [_weight_gradient(indicators[gradient.dtype], gradient)[:size] for gradient in gradients_MX]
+
+
 def _rotated_qkv(h_MD: Tensor, weight_XD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     qkv_MX = h_MD @ weight_XD.t()
     heads = h_MD.shape[1] // (2 * cos.shape[1])
@@ -163,7 +188,7 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tokens: Tensor, weight: Tensor, norm: Tensor, residual: torch.dtype, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(tokens, weight, norm)
         table, h_table = fused_kernels.add_norm(weight.to(residual), None, None, norm, dtype)
         return fused_kernels.rows_at(table, h_table, tokens)
@@ -171,9 +196,7 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dh: Tensor) -> tuple[Tensor | None, ...]:
         tokens, weight, norm = ctx.saved_tensors
-        ids = torch.arange(-(-len(weight) // 64) * 64, device=dx.device)  # round, as the tensor cores like it
-        indicators = tokens[:, None] == ids
-        dtable, dh_table = (_weight_gradient(indicators.to(d.dtype), d)[: len(weight)] for d in (dx, dh))
+        dtable, dh_table = _sums_by_token(tokens, len(weight), dx.contiguous(), dh.contiguous())
         rounded = weight.to(dx.dtype).float()
         dweight, _, _, dnorm = fused_kernels.add_norm_gradient(rounded, norm, dh_table, dtable, None, False)
         return None, dweight, dnorm, None, None
@@ -201,7 +224,7 @@ class _AddNorm(torch.autograd.Function):
 
 class _RowsAt(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, h: Tensor, position: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, h: Tensor, position: Tensor, place: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(place)
         return fused_kernels.rows_at(x.contiguous(), h.contiguous(), position)
 
@@ -261,6 +284,33 @@ class _Attend(torch.autograd.Function):
             qkv, out, normaliser, dout.contiguous(), cos, sin, ctx.heads, ctx.causal
         )
         return dqkv @ copy, _weight_gradient(dqkv, h), None, None, None, None
+
+
+class _EmbedAttend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, weight: Tensor, norm: Tensor, qkv_weight: Tensor, copy: Tensor, cos: Tensor,
+        sin: Tensor, shape: tuple[int, int, int, bool], residual: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        b, length, heads, causal = shape
+        table, h_table = fused_kernels.add_norm(weight.to(residual), None, None, norm, copy.dtype)
+        (x,) = fused_kernels.rows_at(table, None, tokens)
+        qkv = kernels.rotate_from_table(h_table @ copy.t(), tokens.view(b, length), cos, sin, heads)
+        out, normaliser = fused_kernels.attention(qkv, heads, causal)
+        ctx.save_for_backward(tokens, table, h_table, norm, copy, cos, sin, qkv, out, normaliser)
+        ctx.heads, ctx.causal = heads, causal
+        return x, out
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, table, h_table, norm, copy, cos, sin, qkv, out, normaliser = ctx.saved_tensors
+        dqkv = fused_kernels.attention_gradient(
+            qkv, out, normaliser, dout.contiguous(), cos, sin, ctx.heads, ctx.causal
+        )
+        dtable, dqkv_table = _sums_by_token(tokens, len(table), dx.contiguous(), dqkv)
+        dh_table = dqkv_table @ copy.float()
+        dweight, _, _, dnorm = fused_kernels.add_norm_gradient(table.float(), norm, dh_table, dtable, None, False)
+        return None, dweight, dnorm, dqkv_table.t() @ h_table.float(), None, None, None, None, None
 
 
 class _Mlp(torch.autograd.Function):

@@ -17,11 +17,14 @@ if importlib.util.find_spec("triton") is not None:
 else:  # pragma: no cover - CPU builds of PyTorch come without Triton
     triton = None
 
-# Set by measurement on an H200 at 65,536 tokens of width 256, but for AHEAD and SUMS, which are reckoned.
+# Set by measurement on an H200 at 65,536 tokens of width 256, but for SUMS, reckoned.
+OWN_ATTENTION_UP_TO = 256  # positions: `attention` below; PyTorch's wins in longer rows
 ATTENTION = {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 ATTENTION_GRADIENT = {"BLOCK": 64, "STEP": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
-NORM = {"ELEMENTS": 1024, "PROGRAMS": 1056, "AHEAD": 3, "num_warps": 2}
-POINTWISE = {"BLOCK_M": 4, "BLOCK_N": 256, "PROGRAMS": 1056, "num_warps": 8}
+WHOLE_ROW = {"STEP": 64, "num_warps": 8, "num_stages": 1}
+WHOLE_ROW_POSITIONS, WHOLE_ROW_ELEMENTS = 256, 256 * 64  # of a head of one row: what one program has room for
+NORM = {"ELEMENTS": 1024, "PROGRAMS": 528, "AHEAD": 4, "num_warps": 2}
+POINTWISE = {"BLOCK_M": 4, "BLOCK_N": 256, "PROGRAMS": 1056, "AHEAD": 1, "num_warps": 8}
 LOG2_E = 1.4426950408889634
 PACK = {"ELEMENTS": 4096, "num_warps": 4}
 SUMS = {"COLUMNS": 8, "ROWS": 2048, "num_warps": 8}  # a program's columns fill one sector; its rows all come at once
@@ -106,7 +109,8 @@ if triton is not None:
 
     @triton.jit
     def _rows_at_kernel(
-        x, h, position, x_out, h_out, rows, limit, width, SIZE: tl.constexpr, ROWS: tl.constexpr
+        x, h, position, x_out, h_out, rows, limit, width,
+        BOTH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         column = tl.arange(0, SIZE)
@@ -116,9 +120,10 @@ if triton is not None:
         at = source[:, None] * width + column[None, :]
         to = row[:, None] * width + column[None, :]
         x_rows = tl.load(x + at, mask=there, other=0.0)
-        h_rows = tl.load(h + at, mask=there, other=0.0)
+        if BOTH:
+            h_rows = tl.load(h + at, mask=there, other=0.0)
+            tl.store(h_out + to, h_rows, mask=inside)
         tl.store(x_out + to, x_rows, mask=inside)
-        tl.store(h_out + to, h_rows, mask=inside)
 
     @triton.jit
     def _pack_kernel(
@@ -156,8 +161,7 @@ if triton is not None:
     @triton.jit
     def _share(x):
         """s(x), the share of x that GELU lets through."""
-        u = 0.7978845608028654 * x * (1.0 + 0.044715 * x * x)
-        return 1.0 / (1.0 + tl.exp2(u * -2.8853900817779268))  # 2 / ln 2
+        return 1.0 / (1.0 + tl.exp2(x * (-2.302208198144325 - 0.10294323958002 * x * x)))  # -2u / ln 2
 
     @triton.jit
     def _slope(x):
@@ -167,18 +171,17 @@ if triton is not None:
     @triton.jit
     def _gelu_kernel(
         before, bias, value, sums, rows, N: tl.constexpr,
-        GRADIENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+        GRADIENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
     ):  # fmt: skip
         """value = gelu(before + bias), or value *= slope(before + bias) and its sums over rows."""
         column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         b = tl.load(bias + column, mask=column < N, other=0.0)[None, :]
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for first in range(tl.program_id(0) * BLOCK_M, rows, tl.num_programs(0) * BLOCK_M):
+        for first in tl.range(tl.program_id(0) * BLOCK_M, rows, tl.num_programs(0) * BLOCK_M, num_stages=AHEAD):
             row = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
             inside = (row < rows)[:, None] & (column < N)[None, :]
             at = row[:, None] * N + column[None, :]
             x = tl.load(before + at, mask=inside, other=0.0).to(tl.float32) + b
-            x = x.to(value.dtype.element_ty).to(tl.float32)
             if GRADIENT:
                 result = tl.load(value + at, mask=inside, other=0.0).to(tl.float32) * _slope(x)
                 total += result
@@ -302,6 +305,42 @@ if triton is not None:
                 dq = tl.dot(ds.to(k.dtype), k, dq)
             _store_unrotated(to, dq * unit, cos, sin, own, LENGTH, DIM, BLOCK)
 
+    @triton.jit
+    def _whole_row_gradient_kernel(
+        qkv, out, normaliser, dout, dqkv, cos, sin, scale, unit, LENGTH: tl.constexpr, HEADS: tl.constexpr,
+        DIM: tl.constexpr, CAUSAL: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr,
+    ):  # fmt: skip
+        """The same for one head of a row of at most SIZE positions, by one program: it keeps all queries and their dq
+        and goes over the keys, so that scores are made once, five products instead of seven."""
+        row, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+        query, column = tl.arange(0, SIZE), tl.arange(0, DIM)
+        width: tl.constexpr = HEADS * DIM
+        base = qkv + row.to(tl.int64) * (LENGTH * 3 * width) + head * DIM + column[None, :]
+        out += row.to(tl.int64) * (LENGTH * width) + head * DIM
+        dout += row.to(tl.int64) * (LENGTH * width) + head * DIM
+        to = dqkv + row.to(tl.int64) * (LENGTH * 3 * width) + head * DIM
+        do = _rows_of(dout + column[None, :], query, width, LENGTH, SIZE)
+        o = _rows_of(out + column[None, :], query, width, LENGTH, SIZE)
+        inner = tl.sum(do.to(tl.float32) * o.to(tl.float32), axis=1)
+        log_sum = tl.load(normaliser + tl.program_id(0) * LENGTH + query, mask=query < LENGTH, other=float("inf"))
+        q = _rows_of(base, query, 3 * width, LENGTH, SIZE)
+        dq = tl.zeros((SIZE, DIM), tl.float32)
+        for start in range(0, LENGTH, STEP):
+            key = start + tl.arange(0, STEP)
+            k = _rows_of(base + width, key, 3 * width, LENGTH, STEP)
+            v = _rows_of(base + 2 * width, key, 3 * width, LENGTH, STEP)
+            p = tl.exp2(tl.dot(q, tl.trans(k)) * scale - log_sum[:, None])
+            if CAUSAL:
+                p = tl.where(key[None, :] <= query[:, None], p, 0.0)
+            ds = (p * (tl.dot(do, tl.trans(v)) - inner[:, None])).to(q.dtype)
+            dv = tl.dot(tl.trans(p.to(q.dtype)), do)
+            dk = tl.dot(tl.trans(ds), q)
+            dq = tl.dot(ds, k, dq)
+            rows = to + key[:, None] * (3 * width)
+            _store_unrotated(rows + width, dk * unit, cos, sin, key, LENGTH, DIM, STEP)
+            tl.store(rows + 2 * width + column[None, :], dv.to(dqkv.dtype.element_ty), mask=(key < LENGTH)[:, None])
+        _store_unrotated(to + query[:, None] * (3 * width), dq * unit, cos, sin, query, LENGTH, DIM, SIZE)
+
 
 def add_norm(
     x_MD: Tensor, branch_MD: Tensor | None, bias_D: Tensor | None, weight_D: Tensor, dtype: torch.dtype
@@ -353,16 +392,18 @@ def column_sums(partial: Tensor) -> Tensor:
     return total
 
 
-def rows_at(x_MD: Tensor, h_MD: Tensor, position_K: Tensor) -> tuple[Tensor, Tensor]:
-    """Both matrices' rows at these positions, (K, D); zeros for a position outside of the matrix."""
+def rows_at(x_MD: Tensor, h_MD: Tensor | None, position_K: Tensor) -> tuple[Tensor, ...]:
+    """The matrix's, or both matrices', rows at these positions, (K, D); zeros for a position outside of the matrix."""
     rows, (limit, width) = len(position_K), x_MD.shape
     size = triton.next_power_of_2(width)
     together = max(1, NORM["ELEMENTS"] // size)
-    x_KD, h_KD = (torch.empty((rows, width), dtype=y.dtype, device=y.device) for y in (x_MD, h_MD))
+    x_KD = torch.empty((rows, width), dtype=x_MD.dtype, device=x_MD.device)
+    h_KD = None if h_MD is None else torch.empty((rows, width), dtype=h_MD.dtype, device=h_MD.device)
     _rows_at_kernel[(triton.cdiv(rows, together),)](
-        x_MD, h_MD, position_K, x_KD, h_KD, rows, limit, width, SIZE=size, ROWS=together, num_warps=NORM["num_warps"]
-    )
-    return x_KD, h_KD
+        x_MD, h_MD, position_K, x_KD, h_KD, rows, limit, width,
+        BOTH=h_MD is not None, SIZE=size, ROWS=together, num_warps=NORM["num_warps"],
+    )  # fmt: skip
+    return (x_KD,) if h_KD is None else (x_KD, h_KD)
 
 
 def pack_rotated(dq: Tensor, dk: Tensor, dv: Tensor, cos_LR: Tensor, sin_LR: Tensor) -> Tensor:
@@ -397,6 +438,33 @@ def attention_gradient(
     causal: bool,
 ) -> Tensor:  # fmt: skip
     """Gradient (M, 3D) of the matrix before rotation."""
+    size = triton.next_power_of_2(qkv_BLX.shape[1])
+    fits = size <= WHOLE_ROW_POSITIONS and size * qkv_BLX.shape[2] // (3 * heads) <= WHOLE_ROW_ELEMENTS
+    gradient = whole_row_gradient if fits else two_pass_gradient
+    return gradient(qkv_BLX, out_MD, normaliser, dout_MD, cos, sin, heads, causal)
+
+
+def whole_row_gradient(
+    qkv_BLX: Tensor, out_MD: Tensor, normaliser: Tensor, dout_MD: Tensor, cos: Tensor, sin: Tensor, heads: int,
+    causal: bool,
+) -> Tensor:  # fmt: skip
+    """`attention_gradient` where a program has room for a whole row of one head."""
+    b, length, width = qkv_BLX.shape[0], qkv_BLX.shape[1], qkv_BLX.shape[2] // 3
+    dim, size = width // heads, max(16, triton.next_power_of_2(length))
+    dqkv = torch.empty((b * length, 3 * width), dtype=qkv_BLX.dtype, device=qkv_BLX.device)
+    _whole_row_gradient_kernel[(b * heads,)](
+        qkv_BLX, out_MD, normaliser, dout_MD, dqkv, cos, sin, dim**-0.5 * LOG2_E, dim**-0.5,
+        LENGTH=length, HEADS=heads, DIM=dim, CAUSAL=causal, SIZE=size,
+        **WHOLE_ROW | {"STEP": min(WHOLE_ROW["STEP"], size)},
+    )  # fmt: skip
+    return dqkv
+
+
+def two_pass_gradient(
+    qkv_BLX: Tensor, out_MD: Tensor, normaliser: Tensor, dout_MD: Tensor, cos: Tensor, sin: Tensor, heads: int,
+    causal: bool,
+) -> Tensor:  # fmt: skip
+    """`attention_gradient` for rows of any length."""
     b, length, width = qkv_BLX.shape[0], qkv_BLX.shape[1], qkv_BLX.shape[2] // 3
     dim = width // heads
     dqkv = torch.empty((b * length, 3 * width), dtype=qkv_BLX.dtype, device=qkv_BLX.device)
@@ -426,6 +494,6 @@ def _gelu(before: Tensor, bias: Tensor, value: Tensor, gradient: bool) -> Tensor
     sums = torch.empty((down if gradient else 0, hidden), dtype=torch.float32, device=value.device)
     _gelu_kernel[(down, across)](
         before, bias, value, sums, rows, N=hidden, GRADIENT=gradient, BLOCK_M=POINTWISE["BLOCK_M"],
-        BLOCK_N=POINTWISE["BLOCK_N"], num_warps=POINTWISE["num_warps"],
+        BLOCK_N=POINTWISE["BLOCK_N"], AHEAD=POINTWISE["AHEAD"], num_warps=POINTWISE["num_warps"],
     )  # fmt: skip
     return sums

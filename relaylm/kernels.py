@@ -1,10 +1,10 @@
 r"""The engine's CUDA kernels, in Triton. Optional: everything here has a plain PyTorch twin that defines the result.
 
-These close the gaps between the matrix products, which stay with cuBLAS and cuDNN but for one:
+These close the gaps between the matrix products (`products`, cuBLAS and cuDNN):
 
-- `up_gelu`: the MLP's first product with its bias and GELU, whose epilogue runs while the next tile is loaded;
 - `norm`: LayerNorm of the float32 residual stream, in one pass;
 - `rotate_`: rotary embedding of queries and keys, in place in the qkv matrix;
+- `attend_few`: attention of a few queries, without values;
 - `race`: the exponential race of `plan.race`, over the noise of `plan.token_noise`, word for word;
 - `philox`: the random words behind it, for whoever wants them as they are.
 """
@@ -19,14 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from relaylm import fused_kernels, products
+
 if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
-
-    try:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-    except ImportError:  # a Triton that is too old for `up_gelu`
-        TensorDescriptor = None
 else:  # pragma: no cover - CPU builds of PyTorch come without Triton
     triton = None
 
@@ -210,40 +207,45 @@ if triton is not None:
         tl.store(out + at, scaled.to(out.dtype.element_ty), mask=inside)
 
     @triton.jit
-    def _tanh(x):
-        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-    @triton.jit
-    def _up_gelu_kernel(
-        h_desc,
-        weight_desc,
-        bias,
-        out_desc,
-        rows,
-        columns,
-        width,
-        M: tl.constexpr,
-        N: tl.constexpr,
-        K: tl.constexpr,
-        GROUP: tl.constexpr,
-        PROGRAMS: tl.constexpr,
+    def _weights_kernel(
+        query,
+        key,
+        out,
+        scale,
+        length,
+        few,
+        row_stride,
+        position_stride,
+        HEADS: tl.constexpr,
+        DIM: tl.constexpr,
+        QUERIES: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):
-        """gelu(h @ weight^T + bias) by a fixed number of programs that go from tile to tile."""
-        tiles_m, tiles_n = tl.cdiv(rows, M), columns // N
-        for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
-            first = tile // (GROUP * tiles_n) * GROUP  # groups of rows, so that what tiles share stays in the cache
-            size = tl.minimum(tiles_m - first, GROUP)
-            at_m = (first + tile % (GROUP * tiles_n) % size) * M
-            at_n = tile % (GROUP * tiles_n) // size * N
-            product = tl.zeros((M, N), dtype=tl.float32)
-            for k in range(tl.cdiv(width, K)):
-                part = h_desc.load([at_m, k * K])
-                product = tl.dot(part, weight_desc.load([at_n, k * K]).T, product)
-            x = product + tl.load(bias + at_n + tl.arange(0, N)).to(tl.float32)[None, :]
-            x = 0.5 * x * (1.0 + _tanh(0.7978845608028654 * x * (1.0 + 0.044715 * x * x)))
-            left, right = tl.split(tl.permute(tl.reshape(x, (M, 2, N // 2)), (0, 2, 1)))  # to store from less room
-            out_desc.store([at_m, at_n], left.to(tl.bfloat16))
-            out_desc.store([at_m, at_n + N // 2], right.to(tl.bfloat16))
+        """Attention's weights for a few queries, a head of a row: once over the keys for the largest score and the
+        sum, and once more, out of the cache, to write. `scale` has log2(e) in it."""
+        row, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+        which, column = tl.arange(0, QUERIES), tl.arange(0, DIM)
+        real = which < few
+        at = (row * few + which) * (HEADS * DIM) + head * DIM
+        q = tl.load(query + at[None, :] + column[:, None], mask=real[None, :], other=0.0)
+        base = key + row.to(tl.int64) * row_stride + head * DIM + column[None, :]
+        largest = tl.full((QUERIES,), -float("inf"), tl.float32)
+        total = tl.zeros((QUERIES,), tl.float32)
+        for start in range(0, length, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            inside = (place < length)[:, None]
+            score = tl.dot(tl.load(base + place[:, None] * position_stride, mask=inside, other=0.0), q) * scale
+            score = tl.where(inside, score, -float("inf"))
+            now = tl.maximum(largest, tl.max(score, axis=0))
+            total = total * tl.exp2(largest - now) + tl.sum(tl.exp2(score - now[None, :]), axis=0)
+            largest = now
+        to = out + (tl.program_id(0).to(tl.int64) * few + which[None, :]) * length
+        for start in range(0, length, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            inside = (place < length)[:, None]
+            score = tl.dot(tl.load(base + place[:, None] * position_stride, mask=inside, other=0.0), q) * scale
+            weight = tl.exp2(score - largest[None, :]) / total[None, :]
+            tl.store(to + place[:, None], weight.to(out.dtype.element_ty), mask=inside & real[None, :])
 
     @triton.jit
     def _rotate_kernel(
@@ -358,7 +360,7 @@ def norm(
     return out
 
 
-NORM_ELEMENTS, NORM_WARPS = 2048, 4
+NORM_ELEMENTS, NORM_WARPS = 2048, 2
 ROTATE_ELEMENTS, ROTATE_WARPS = 4096, 4
 
 
@@ -398,105 +400,100 @@ def _rotate(
     )
 
 
-def up_gelu(h_MD: Tensor, weight_XD: Tensor, bias_X: Tensor) -> Tensor:
-    """gelu(h @ weight^T + bias), the tanh form, in bfloat16. cuBLAS's own epilogue computes an exact tanh after each
-    tile; this one's is good to 2^-11, a quarter of what rounding to bfloat16 does next, and overlaps the next tile."""
-    (rows, width), columns = h_MD.shape, len(bias_X)
-    m, n, k = 128, 256, 64
-    hopper = torch.cuda.get_device_capability(h_MD.device) >= (9, 0)
-    if TensorDescriptor is None or columns % n or width % k or not hopper:
-        return torch._addmm_activation(bias_X, h_MD, weight_XD.t(), use_gelu=True)
-    out = torch.empty((rows, columns), dtype=torch.bfloat16, device=h_MD.device)
-    programs = torch.cuda.get_device_properties(h_MD.device).multi_processor_count
-    _up_gelu_kernel[(min(programs, triton.cdiv(rows, m) * (columns // n)),)](
-        TensorDescriptor.from_tensor(h_MD, [m, k]),
-        TensorDescriptor.from_tensor(weight_XD, [n, k]),
-        bias_X,
-        TensorDescriptor.from_tensor(out, [m, n // 2]),
-        rows,
-        columns,
-        width,
-        M=m,
-        N=n,
-        K=k,
-        GROUP=8,
-        PROGRAMS=programs,
-        num_warps=8,
-        num_stages=4,
+def attend_few(query_BKHd: Tensor, key_BLX: Tensor, h_BLD: Tensor, weight_XD: Tensor, bias_X: Tensor | None) -> Tensor:
+    """Attention (B*K, X) of a few queries, without values: sum_l p_l (W h_l + b) = W (sum_l p_l h_l) + b, which with
+    few of them is less work than making the values of all positions. `weight_XD` is W."""
+    (b, k, heads, dim), (_, length, d) = query_BKHd.shape, h_BLD.shape
+    weights = torch.empty((b, heads * k, length), dtype=h_BLD.dtype, device=h_BLD.device)
+    _weights_kernel[(b * heads,)](
+        query_BKHd.contiguous(),
+        key_BLX,
+        weights,
+        dim**-0.5 * 1.4426950408889634,
+        length,
+        k,
+        key_BLX.stride(0),
+        key_BLX.stride(1),
+        HEADS=heads,
+        DIM=dim,
+        QUERIES=16,
+        BLOCK=256,
+        num_warps=4,
+        num_stages=3,
     )
-    return out
-
-
-def add_product_(x_MD: Tensor, h_MX: Tensor, weight_DX: Tensor) -> None:
-    """x += h @ weight^T: the product of bfloat16 matrices, added to float32 or bfloat16 in the matrix kernel itself."""
-    if x_MD.dtype == torch.bfloat16:
-        torch.addmm(x_MD, h_MX, weight_DX.t(), out=x_MD)
-        return
-    torch.ops.aten.addmm.dtype_out(x_MD, h_MX, weight_DX.t(), torch.float32, out=x_MD)
-
-
-def split_weights(weight_VD: Tensor, bias_V: Tensor) -> Tensor:
-    """A float32 matrix and bias as bfloat16 pieces side by side for `head`: high, low, high, bias. Rows of zeros round
-    the vocabulary up to a multiple of 64, without which cuBLAS falls back to kernels half as fast."""
-    rows = triton.cdiv(len(bias_V), 64) * 64
-    weight = F.pad(weight_VD, (0, 0, 0, rows - len(bias_V)))
-    high = weight.bfloat16()
-    low = (weight - high.float()).bfloat16()
-    bias = torch.zeros((rows, 8), dtype=torch.bfloat16, device=bias_V.device)
-    bias[: len(bias_V), 0] = bias_V
-    bias[: len(bias_V), 1] = bias_V - bias[: len(bias_V), 0].float()
-    return torch.cat([high, low, high, bias], dim=1)
-
-
-def head(h_ND: Tensor, pieces_VX: Tensor, vocab_size: int) -> Tensor:
-    """h @ W^T + b in float32 from three bfloat16 products, high*high + high*low + low*high, as one matrix product on
-    the tensor cores. What is dropped is 2^-16 of each term: far below what bfloat16 does to h itself in the trunk."""
-    high = h_ND.bfloat16()
-    low = (h_ND - high.float()).bfloat16()
-    ones = torch.zeros((len(h_ND), 8), dtype=torch.bfloat16, device=h_ND.device)
-    ones[:, :2] = 1
-    logits = torch.ops.aten.mm.dtype(torch.cat([high, high, low, ones], dim=1), pieces_VX.t(), torch.float32)
-    return logits[:, :vocab_size]
+    pooled = torch.bmm(weights, h_BLD).view(b, heads, k, d).transpose(0, 1).reshape(heads, b * k, d)
+    out_HNd = torch.bmm(pooled, weight_XD.view(heads, dim, d).transpose(1, 2))
+    out = out_HNd.transpose(0, 1).reshape(b * k, heads * dim)
+    return out if bias_X is None else out + bias_X
 
 
 def trunk(network: Any, tokens_BL: Tensor, positions_BK: Tensor) -> Tensor:
     """`Transformer.hidden_at` for a plain network in bfloat16: the same function, with nothing between the matrix
     products but the kernels above.
 
-    Two rearrangements, both exact: the first block's queries, keys and values depend on the token alone until they are
-    rotated, so they come from a table of all token ids; and the MLPs' output biases are not added to the residual
-    stream but kept as one running vector, `offset`, that the norms add on the fly (`Transformer.mlp_offsets`).
+    Three rearrangements, all exact: the first block's queries, keys and values depend on the token alone until they are
+    rotated, so they come from a table of all token ids; the MLPs' output biases are not added to the residual stream
+    but kept as one running vector, `offset`, that the norms add on the fly (`Transformer.mlp_offsets`); and the last
+    block's few queries do without values (`attend_few`).
     """
     from relaylm.denoiser import rotate
 
     a = network.architecture
-    b, length = tokens_BL.shape
-    k, last = positions_BK.shape[1], len(network.blocks) - 1
+    (b, length), k, last = tokens_BL.shape, positions_BK.shape[1], len(network.blocks) - 1
     cos, sin = network.angles(length)
     x = network.vocab_embed(tokens_BL).view(b * length, a.width)
     x = x.bfloat16() if network.narrow else x
     where = (torch.arange(0, b * length, length, device=x.device)[:, None] + positions_BK).view(-1)
+    dim = a.width // a.heads
+    few = pools(k, dim)
+    short = length <= fused_kernels.OWN_ATTENTION_UP_TO and length % 64 == 0 and dim in (16, 32, 64, 128)
     offset, offsets_ND = None, network.mlp_offsets()
     for i, block in enumerate(network.blocks):
-        weight, bias = block.attn_qkv.weight, block.attn_qkv.bias
-        split = 0 if i < last else a.width  # in the last block queries are wanted at a few positions only
-        if i == 0 and split == 0:
+        if i == 0 and i < last:
             qkv = rotate_from_table(network.first_qkv(), tokens_BL, cos, sin, a.heads)
         else:
             h = norm(x, block.norm1.weight, torch.bfloat16, offset_D=offset)
-            qkv = F.linear(h, weight[split:], None if bias is None else bias[split:])
-            rotate_(qkv, cos, sin, (2 if i < last else 1) * a.heads)
-        *q, key, value = qkv.view(b, length, -1, a.heads, a.width // a.heads).permute(2, 0, 3, 1, 4).unbind(0)
+            # In the last block queries are wanted at a few positions only.
+            part = slice(None) if i < last else slice(a.width, 2 * a.width if few else None)
+            qkv = _rotated_qkv(network, i, h, part, cos, sin)
         if i == last:
-            few = F.linear(h[where], weight[:split], None if bias is None else bias[:split])
-            few = few.view(b, k, a.heads, -1).transpose(1, 2)
-            q = [rotate(few, cos[positions_BK][:, None], sin[positions_BK][:, None])]
-            x = x[where]
-        attended = F.scaled_dot_product_attention(q[0], key, value).transpose(1, 2).reshape(x.shape[0], a.width)
-        add_product_(x, attended, block.attn_out.weight)
+            x, weight, bias = x[where], block.attn_qkv.weight, block.attn_qkv.bias
+            q_BKX = F.linear(h[where], weight[: a.width], None if bias is None else bias[: a.width])
+            angles = cos[positions_BK][:, :, None], sin[positions_BK][:, :, None]
+            q_BKHd = rotate(q_BKX.view(b, k, a.heads, dim), *angles)
+            if few:
+                values = weight[2 * a.width :], None if bias is None else bias[2 * a.width :]
+                attended = attend_few(q_BKHd, qkv.view(b, length, -1), h.view(b, length, -1), *values)
+            else:
+                key, value = qkv.view(b, length, 2, a.heads, dim).permute(2, 0, 3, 1, 4)
+                attended = F.scaled_dot_product_attention(q_BKHd.transpose(1, 2), key, value)
+                attended = attended.transpose(1, 2).reshape(b * k, a.width)
+        elif short:
+            attended, _ = fused_kernels.attention(qkv.view(b, length, -1), a.heads, False)
+        else:
+            q, key, value = qkv.view(b, length, 3, a.heads, dim).permute(2, 0, 3, 1, 4)
+            attended = F.scaled_dot_product_attention(q, key, value).transpose(1, 2).reshape(b * length, a.width)
+        products.add_product_(x, attended, block.attn_out.weight)
         h = norm(x, block.norm2.weight, torch.bfloat16, offset_D=offset)
         up, down = block.mlp[0], block.mlp[2]
-        h = up_gelu(h, up.weight, up.bias)
-        add_product_(x, h, down.weight)
+        h = products.up_gelu(h, up.weight, up.bias)
+        products.add_product_(x, h, down.weight)
         offset = offsets_ND[i]
     return (x + offset).view(b, k, a.width)
+
+
+def pools(queries: int, dim: int) -> bool:
+    """Does the last block do without values for so many queries in a row, with heads of this size?"""
+    return queries <= 16 and dim in (16, 32, 64, 128)
+
+
+def _rotated_qkv(network: Any, i: int, h_MD: Tensor, part: slice, cos: Tensor, sin: Tensor) -> Tensor:
+    """Block i's queries, keys and values, or a `part` of them, rotated: all of them, or keys and what comes after."""
+    heads, linear = network.architecture.heads, network.blocks[i].attn_qkv
+    rotated = heads if part.start else 2 * heads
+    if products.can_rotate(h_MD, heads):
+        weight, bias = network.grouped_qkv(i)
+        return products.rotated(h_MD, weight[part], None if bias is None else bias[part], cos, sin, rotated)
+    qkv = F.linear(h_MD, linear.weight[part], None if linear.bias is None else linear.bias[part])
+    rotate_(qkv, cos, sin, rotated)
+    return qkv

@@ -143,6 +143,8 @@ class Preset:
     recipe: Recipe = field(default_factory=Recipe)
 
     def __post_init__(self) -> None:
+        for name in ("twin", "judge"):  # 0 is none, so that a preset's can be left out
+            object.__setattr__(self, name, getattr(self, name) or None)
         if not self.depths or any(depth < 1 for depth in self.depths) or len(set(self.depths)) < len(self.depths):
             raise UserError(f"depths must be different numbers of blocks, at least one, not {list(self.depths)}")
         if self.twin is not None and self.twin not in self.depths:

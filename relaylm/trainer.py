@@ -17,7 +17,8 @@ means another draw.
     neither that block's output projection and MLP (18 d^2) nor the head
 
 (forward once, backward twice; MLP ratio 4; elementwise work, optimizer and recomputation not counted), times rows/s,
-over the device's peak in bf16 without sparsity.
+over the device's peak in bf16 without sparsity. The first block's queries, keys and values count as products over all
+tokens, 6 L d^2 of the sum, though with a small vocabulary `fused` looks them up in a table (1.8% at 12 blocks of 256).
 """
 
 from __future__ import annotations

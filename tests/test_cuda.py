@@ -31,10 +31,10 @@ except ModuleNotFoundError:  # run as a script on a machine without test tools: 
 
 from helpers import TableDenoiser, p_value
 
-from relaylm import kernels, timing
+from relaylm import kernels, products, timing
 from relaylm.decode import decode
 from relaylm.decoding import parse_rule
-from relaylm.denoiser import Architecture, Transformer
+from relaylm.denoiser import Architecture, Transformer, rotate
 from relaylm.engine import Engine, Law, settings
 from relaylm.family import Family
 from relaylm.objective import mask_words
@@ -110,10 +110,30 @@ def test_up_gelu_kernel_against_float64() -> dict[str, float]:
     bias = torch.randn(768, generator=generator)
     h, weight, bias = h.bfloat16(), weight.bfloat16(), bias.bfloat16()
     want = torch.nn.functional.gelu(h.double() @ weight.double().T + bias.double(), approximate="tanh")
-    got = kernels.up_gelu(h.cuda(), weight.cuda(), bias.cuda()).cpu().double()
+    got = products.up_gelu(h.cuda(), weight.cuda(), bias.cuda()).cpu().double()
     worst = float(((got - want).abs() / (want.abs() + 0.05)).max())
     assert worst < 2**-7  # bfloat16 keeps 8 bits
     return {"worst_relative_error": worst}
+
+
+def test_rotated_product_against_float64() -> dict[str, float]:
+    """Queries, keys and values with the rotation in the product, all of them and a last block's keys alone; rows that
+    are no multiple of the tile."""
+    generator = torch.Generator().manual_seed(4)
+    length, heads, dim, width = 250, 4, 64, 256
+    h = torch.randn(4 * length, width, generator=generator).bfloat16()
+    weight = (torch.randn(3 * width, width, generator=generator) / 16).bfloat16()
+    bias, angle = torch.randn(3 * width, generator=generator).bfloat16(), torch.randn(length, 32, generator=generator)
+    want = (h.double() @ weight.double().T + bias.double()).view(4, length, 3 * heads, dim).transpose(1, 2)
+    want[:, : 2 * heads] = rotate(want[:, : 2 * heads], angle.cos().double(), angle.sin().double())
+    want = want.transpose(1, 2).reshape(len(h), -1)
+    mine, mine_bias = (products.grouped(value, dim).cuda() for value in (weight, bias))
+    worst = {}
+    for name, part, rotated in (("all", slice(None), 2 * heads), ("keys", slice(width, 2 * width), heads)):
+        got = products.rotated(h.cuda(), mine[part], mine_bias[part], angle.cos().cuda(), angle.sin().cuda(), rotated)
+        worst[name] = float(((got.cpu().double() - want[:, part]).abs() / (want[:, part].abs() + 0.05)).max())
+        assert worst[name] < 2**-7
+    return worst
 
 
 def test_law() -> dict[str, float]:

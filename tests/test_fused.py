@@ -6,13 +6,16 @@ Without a GPU this needs Triton's interpreter (TRITON_INTERPRET=1), which comput
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from relaylm import fused, fused_kernels, kernels
@@ -29,9 +32,7 @@ try:
 
     pytestmark = pytest.mark.skipif(not (INTERPRETED or ON_CUDA), reason="needs CUDA, or Triton's interpreter")
 except ModuleNotFoundError:  # run as a script on a machine without test tools: decorators that do nothing
-    from unittest.mock import MagicMock
-
-    pytest = MagicMock()
+    pytest = mock.MagicMock()
     pytest.fixture = lambda *_, **__: lambda function: function
     pytest.mark.parametrize = lambda *_, **__: lambda function: function
 
@@ -84,8 +85,8 @@ if ON_CUDA:  # Kernels are compiled for each shape, which takes most of the time
 
 @pytest.fixture(autouse=True)
 def _settings_come_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("OWN_ATTENTION_UP_TO", "SMALL_VOCABULARY", "trunk"):
-        monkeypatch.setattr(fused, name, getattr(fused, name))
+    for module, name in ((fused_kernels, "OWN_ATTENTION_UP_TO"), (fused, "SMALL_VOCABULARY"), (fused, "trunk")):
+        monkeypatch.setattr(module, name, getattr(module, name))
     yield
 
 
@@ -127,7 +128,7 @@ def measured(name: str, residual: torch.dtype, own: bool) -> dict[str, tuple[flo
     """How far the final norm and each gradient are from float64, and how far they may be. In bfloat16 the yardstick is
     what plain autocast, with a float32 stream, is off by."""
     architecture, rows = CASES[name]
-    fused.OWN_ATTENTION_UP_TO = 1 << 20 if own else 0
+    fused_kernels.OWN_ATTENTION_UP_TO = 1 << 20 if own else 0
     model, (tokens, gradient) = network(architecture), inputs(architecture, rows)
     computed = torch.bfloat16 if ON_CUDA else torch.float32
     made = fused.trunk(model, tokens, residual, computed)
@@ -171,6 +172,67 @@ def test_scored_positions_only() -> None:
         got["h"], want["h"] = got["h"][where.kept_M], want["h"][where.index_M[where.kept_M]]
         off = errors(got, want)
         assert max(off.values()) < (0.03 if ON_CUDA else 2e-6), off
+
+
+def test_attention_gradients() -> None:
+    """Both kernels against autograd: rows that fill a program, that do not, that are shorter than the smallest tile."""
+    kind, allowed = (torch.bfloat16, 0.01) if ON_CUDA else (torch.float32, 1e-6)
+    shapes = ((2, 64, 2, 32), (1, 150, 3, 16), (2, 5, 1, 64))
+    for (rows, length, heads, dim), causal in itertools.product(shapes, (False, True)):
+        generator = torch.Generator().manual_seed(4)
+        qkv = torch.randn(rows, length, 3 * heads * dim, generator=generator).to(DEVICE, kind)
+        dout = torch.randn(rows * length, heads * dim, generator=generator).to(DEVICE, kind)
+        angle = torch.randn(length, dim // 2, generator=generator).to(DEVICE)
+        leaf = qkv.double().requires_grad_()
+        q, k, v = leaf.view(rows, length, 3, heads, dim).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).reshape(dout.shape)
+        (gradient,) = torch.autograd.grad(attended, leaf, dout.double())
+        want = gradient.view(rows, length, 3, heads, 2, dim // 2).clone()
+        turn = torch.polar(torch.ones_like(angle), -angle).to(torch.complex128)[:, None, None]
+        turned = torch.view_as_real(torch.complex(want[:, :, :2, :, 0], want[:, :, :2, :, 1]) * turn)
+        want[:, :, :2] = turned.movedim(-1, -2)
+        out, normaliser = fused_kernels.attention(qkv, heads, causal)
+        assert float((out - attended.detach()).norm() / attended.detach().norm()) < allowed
+        for made in (fused_kernels.whole_row_gradient, fused_kernels.two_pass_gradient):
+            got = made(qkv, out, normaliser, dout, angle.cos(), angle.sin(), heads, causal).double().view(want.shape)
+            assert float((got - want).norm() / want.norm()) < allowed, (made.__name__, length)
+
+
+def test_which_gradient_kernel() -> None:
+    """One program has room for 256 positions of a head of 64, and not for twice as much of either."""
+    whole, two = "whole_row_gradient", "two_pass_gradient"
+    for length, dim, want in ((256, 64, whole), (129, 64, whole), (257, 64, two), (256, 128, two), (300, 16, two)):
+        with mock.patch.multiple(fused_kernels, **{whole: mock.Mock(), two: mock.Mock()}):
+            x = torch.empty(1, length, 3 * 2 * dim)
+            fused_kernels.attention_gradient(x, x, x, x, x, x, 2, False)
+            assert getattr(fused_kernels, want).called, (length, dim)
+
+
+def test_first_block_from_tables() -> None:
+    """The same, with gradients, as `embed` and `attend` one after the other: some tokens never occur, one often."""
+    kind = torch.bfloat16 if ON_CUDA else torch.float32
+    rows, length, heads, width, vocabulary = 3, 21, 2, 64, 70  # more than one round of tokens
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, 9, (rows * length,), generator=generator).to(DEVICE)
+    tokens[-1] = vocabulary - 1
+    leaves = [torch.randn(shape, generator=generator) for shape in ((vocabulary, width), (width,), (3 * width, width))]
+    angle = torch.randn(length, width // heads // 2, generator=generator).to(DEVICE)
+    gradients = torch.randn(2, rows * length, width, generator=generator).to(DEVICE, kind)
+    made = []
+    for by_tables in (False, True):
+        embedding, norm, weight = (leaf.to(DEVICE, copy=True).requires_grad_() for leaf in leaves)
+        copy, angles, shape = weight.detach().to(kind), (angle.cos(), angle.sin()), (rows, length, heads, False)
+        if by_tables:
+            x, out = fused.embed_attend(tokens, embedding, norm, weight, copy, *angles, shape, kind)
+        else:
+            x, h = fused.embed(tokens, embedding, norm, kind, kind)
+            out = fused.attend(h, weight, copy, *angles, shape)
+        torch.autograd.backward([x, out], list(gradients))
+        named = {"x": x, "out": out, "embedding": embedding.grad, "norm": norm.grad, "weight": weight.grad}
+        made.append({name: value.detach().double() for name, value in named.items()})
+    off = errors(made[1], made[0])
+    assert off["x"] == 0 and max(off.values()) < (0.01 if ON_CUDA else 2e-6), off
+    assert not made[1]["embedding"][9:-1].any() and made[1]["embedding"][-1].any()
 
 
 def test_rows_at_and_back() -> None:
@@ -276,7 +338,7 @@ if __name__ == "__main__":
         if not made[worst][0] < made[worst][1]:
             failed.append(title)
             print(*(f"  {key} {off:.2e} of {allowed:.2e}" for key, (off, allowed) in made.items()), sep="\n")
-    fused.OWN_ATTENTION_UP_TO = 256
+    fused_kernels.OWN_ATTENTION_UP_TO = 256
     for name, test in list(globals().items()):
         if name.startswith("test_") and name != "test_final_norm_and_gradients":
             test()

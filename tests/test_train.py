@@ -111,6 +111,8 @@ def test_overrides_and_bad_settings(tmp_path: Path) -> None:
     preset = load_preset("wiki-char", steps=7, depths=[2, 12], lr=1, seed=None)
     assert preset.recipe.steps == 7 and preset.depths == (2, 12) and preset.recipe.lr == 1.0
     assert override(preset, lr=0.5, width=64, heads=4).recipe.lr == 0.5
+    without = load_preset("wiki-char", depths=[2], twin=0, judge=0)
+    assert without.twin is None and without.judge is None
     for bad, message in (
         ({"speed": 3}, "no setting 'speed'"),
         ({"lr": "fast"}, "kind float"),
@@ -118,6 +120,7 @@ def test_overrides_and_bad_settings(tmp_path: Path) -> None:
         ({"depths": "4,6"}, "list of whole numbers"),
         ({"depths": [4, 4]}, "different numbers"),
         ({"twin": 5}, "one of"),
+        ({"judge": -1}, "at least 1 block"),
         ({"decay": "fast"}, "constant, cosine, linear"),
         ({"dropout": 1.0}, "below 1"),
     ):

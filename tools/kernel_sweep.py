@@ -50,13 +50,17 @@ def settings() -> Iterator[tuple[str, dict[str, int]]]:
         yield "NORM", {"ELEMENTS": elements, "PROGRAMS": programs, "AHEAD": ahead, "num_warps": warps}
     for rows, columns, warps in itertools.product((512, 2048), (4, 8, 16), (4, 8)):
         yield "SUMS", {"ROWS": rows, "COLUMNS": columns, "num_warps": warps}
-    for rows, columns, programs, warps in itertools.product((4, 8, 16), (256, 512), (512, 1024, 4096), (4, 8)):
-        yield "POINTWISE", {"BLOCK_M": rows, "BLOCK_N": columns, "PROGRAMS": programs, "num_warps": warps}
+    shapes = itertools.product((4, 8, 16), (256, 512), (528, 1056, 4224), (1, 2, 3), (4, 8))
+    for rows, columns, programs, ahead, warps in shapes:
+        base = {"BLOCK_M": rows, "BLOCK_N": columns, "PROGRAMS": programs}
+        yield "POINTWISE", {**base, "AHEAD": ahead, "num_warps": warps}
     for block, stages in itertools.product((64, 128), (2, 3, 4)):
         yield "ATTENTION", {"BLOCK_Q": 64, "BLOCK_K": block, "num_warps": 4, "num_stages": stages}
     for step, stages, registers in itertools.product((32, 64), (1, 2, 3), (128, 168, 255)):
         base = {"BLOCK": 64, "STEP": step, "num_warps": 4, "num_stages": stages}
         yield "ATTENTION_GRADIENT", {**base, "maxnreg": registers}
+    for step, warps, stages in itertools.product((32, 64), (8, 16), (1, 2)):  # wider, or of 4 warps: registers spill
+        yield "WHOLE_ROW", {"STEP": step, "num_warps": warps, "num_stages": stages}
 
 
 def launches(width: int, heads: int) -> dict[str, dict[str, Callable[[], Any]]]:
@@ -91,7 +95,10 @@ def launches(width: int, heads: int) -> dict[str, dict[str, Callable[[], Any]]]:
             "after GELU": lambda: fused_kernels.column_sums(from_gelu),
         },
         "ATTENTION_GRADIENT": {
-            "backward": lambda: fused_kernels.attention_gradient(qkv, out, normaliser, dh, cos, sin, heads, False)
+            "backward": lambda: fused_kernels.two_pass_gradient(qkv, out, normaliser, dh, cos, sin, heads, False)
+        },
+        "WHOLE_ROW": {
+            "backward": lambda: fused_kernels.whole_row_gradient(qkv, out, normaliser, dh, cos, sin, heads, False)
         },
     }
 
