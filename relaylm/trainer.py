@@ -372,7 +372,8 @@ class _StepGraph:
             torch.cuda.current_stream().wait_stream(self.stream)
             return made
         if self.out is None:
-            with torch.cuda.graph(self.graph):
+            # What the thread that fetches batches does meanwhile (it pins memory) is not to spoil the capture.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.out = self.trainer._update(self.parts)
         self.graph.replay()
         return self.out.clone()

@@ -73,6 +73,7 @@ def draw(out: Path) -> None:
     if not budgets:
         return
     figure = _figure(4.6 * len(budgets), 0.9 + 0.33 * max(len(budget["rows"]) for budget in budgets))
+    ends = [100 * end for budget in budgets for row in budget["rows"] for end in row["against_heavy"]["ci"]]
     looks = {"rival": (COLOURS[1], MARKERS[1]), "mixed": (COLOURS[0], MARKERS[0])}
     for axes, budget in zip(figure.subplots(1, len(budgets), squeeze=False)[0], budgets, strict=True):
         for k, row in enumerate(budget["rows"]):
@@ -85,8 +86,8 @@ def draw(out: Path) -> None:
                 f"{label}, {row['saved']:.0%} saved", (100 * high, k), (4, -3), textcoords="offset points", fontsize=7
             )
         axes.set_yticks([])
-        axes.invert_yaxis()
-        axes.set_xlim(0, 34)
+        axes.set_ylim(len(budget["rows"]) - 0.5, -0.5)
+        axes.set_xlim(min(0.0, *ends) - 0.5, 1.9 * max(ends))  # room for the labels on the right
         axes.set_xlabel("extra log-perplexity, hundredths")
         axes.set_title(f"at least {budget['saved']:.0%} saved (* recommended)", fontsize=9)
         axes.grid(axis="x", alpha=0.25)
@@ -177,6 +178,7 @@ def all_models(family: Family, options: argparse.Namespace) -> list[dict[str, An
         named |= {row["schedule"]: row for row in mixed}
         heavy = f"{family.heavy}:{result['steps']}"
         logs = log_ppls(family, options, [heavy, *named])
+        sandwich = next(schedule for schedule in named if contenders.get(schedule, {}).get("what") == "sandwich")
         rows = [
             {
                 "schedule": schedule,
@@ -187,6 +189,7 @@ def all_models(family: Family, options: argparse.Namespace) -> list[dict[str, An
                 "mean_ppl": float(np.nanmean(np.exp(logs[schedule]))),
                 "against_heavy": against(logs[schedule], logs[heavy]),
                 "against_recommended": against(logs[schedule], logs[chosen]),
+                "against_sandwich": against(logs[schedule], logs[sandwich]),
             }
             for schedule, about in named.items()
         ]
