@@ -23,7 +23,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from relaylm import paper
-from relaylm.reproduce_figures import against
+from relaylm.reproduce_figures import above_twin, against
 
 Data = Mapping[str, Mapping[str, Any]]  # results by experiment
 MODEST = 0.05  # more perplexity than all-heavy; the paper's 3.4% and no more than half again
@@ -85,7 +85,8 @@ def _comparisons(data: Data) -> dict[str, Mapping[str, Any]]:
     found |= {f"prefix of {k}": result for k, result in data.get("prefixes", {}).get("by_prefix", {}).items()}
     if "second-corpus" in data:
         found["second corpus"] = data["second-corpus"]["schedules"]
-    return found
+    with_tokens = data.get("bpe", {}).get("schedules", {}).get("by_light", {})
+    return found | {f"BPE, light {light}": result for light, result in with_tokens.items()}
 
 
 def _rows(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -121,6 +122,7 @@ def middle_matters(data: Data) -> list[Finding]:
         found.append(Finding("search of 210", (worst in inside and best not in inside) if apart else None, evidence))
     curves = {"KL": data.get("disagreement", {})}
     curves["KL, second corpus"] = data.get("second-corpus", {}).get("disagreement", {})
+    curves["KL, BPE"] = data.get("bpe", {}).get("disagreement", {})
     return found + [
         _peak(f"{where}, {pair['light']}", pair) for where, c in curves.items() for pair in c.get("pairs", [])
     ]
@@ -132,6 +134,8 @@ def _peak(where: str, pair: Mapping[str, Any]) -> Finding:
     inside = MIDDLE[0] <= low and high <= MIDDLE[1]
     outside = high < MIDDLE[0] or low > MIDDLE[1]
     says = True if inside else False if outside else None
+    if end and says is None and not above_twin(pair):
+        return Finding(where, says, "nowhere shown to be further from the heavy model than its second seed")
     return Finding(where, says, f"peaks at t = {t:.2f} ({low:.2f} to {high:.2f})")
 
 
@@ -149,7 +153,8 @@ def sandwich_best(data: Data) -> list[Finding]:
 
 
 def same_order(data: Data) -> list[Finding]:
-    """Pairs of mixed schedules that are told apart in two places, against each other."""
+    """Pairs of mixed schedules that are told apart in two places, against each other: with the same light model, where
+    a place has several."""
     places = _comparisons(data)
     main = next((result for where, result in places.items() if where.startswith("light")), None)
     if main is None:
@@ -159,8 +164,10 @@ def same_order(data: Data) -> list[Finding]:
         if where.startswith("light"):
             continue
         same, reversed_, open_ = 0, [], 0
+        light = where.rpartition(", ")[2]
+        both = places[light] if light in places and light != where else main, result
         for a, b in combinations(paper.MIXED, 2):
-            first, second = (sign(*against(found_in["contrasts"], a, b, 10)[1:]) for found_in in (main, result))
+            first, second = (sign(*against(found_in["contrasts"], a, b, 10)[1:]) for found_in in both)
             if first is None or second is None:
                 open_ += 1
             elif first == second:
@@ -261,7 +268,34 @@ def no_rival_wins(data: Data) -> list[Finding]:
             says = {"wins": False, "loses": True, "level": None}[item["outcome"]]
             low, high = item["ci"]
             evidence = f"{item['rival']} ({item['what']}) {_ci(item['difference'], low, high)} against the sandwich"
+            if says is None and sign(low, high) is not None:
+                evidence += f"; among {len(result['rivals'])} contests p = {item['p_holm']:.2f} (Holm)"
             found.append(Finding(where, says, evidence))
+    return found + _tuners_rivals(data.get("tuner", {}))
+
+
+def _tuners_rivals(result: Mapping[str, Any]) -> list[Finding]:
+    """At each budget, the deepest model alone that fits in it and the heavy one in fewer steps against the sandwich.
+
+    Only differences from all-heavy are kept there. Of a difference between two of them the standard deviation is at
+    most the sum of theirs, and so is the half width of its interval taken here."""
+    found = []
+    for goal in result.get("front", []):
+        rows = [row for row in result["confirmed"] if row["kind"] == "rival" and row["price"] <= goal["limit"]]
+        kinds: dict[str, Mapping[str, Any]] = {}
+        for row in sorted(rows, key=lambda row: row["price"]):  # of each kind the one that spends most
+            fewer = row["steps"] < result["steps"]
+            kinds["sandwich" if row["what"] == "sandwich" else "fewer" if fewer else "alone"] = row
+        if "sandwich" not in kinds:
+            continue
+        sandwich = kinds.pop("sandwich")["against_heavy"]
+        for row in kinds.values():
+            value = row["against_heavy"]["difference"] - sandwich["difference"]
+            half = _half(row["against_heavy"]["ci"]) + _half(sandwich["ci"])
+            low, high = value - half, value + half
+            where = f"tuner, {goal['saved_at_least']:.0%} saved"
+            evidence = f"{row['what']} {_ci(value, low, high)} against the sandwich (widest interval possible)"
+            found.append(Finding(where, sign(low, high), evidence))
     return found
 
 
@@ -286,28 +320,28 @@ CLAIMS = (
         "abstract; fig:12b-4b-barplot-perplexity, fig:kldiv-plot, fig:per_segment_ppl_barplot",
         "light steps in the middle two quarters cost more than in the outer two; the most harmful of ten segments lies "
         "in the middle half and the safest outside; the KL peaks between t = 0.25 and 0.75",
-        "schedules, search-influence, disagreement",
+        "schedules, search-influence, disagreement, second-corpus, bpe",
         middle_matters,
     ),
     Claim(
         "The sandwich is the best way to place 25% light steps",
         "Section 3.2; tab:schedule_ppl_entopy_owt_12b-4b",
         "it beats each of the four quarters; no if any of them beats it",
-        "schedules, prefixes, second-corpus",
+        "schedules, prefixes, second-corpus, bpe",
         sandwich_best,
     ),
     Claim(
         "The ranking is the same on a second corpus and with prefixes",
         "Section 3.5; app:lm1b",
         "no two mixed schedules are told apart in opposite orders, and most pairs are told apart in both places",
-        "prefixes, second-corpus",
+        "prefixes, second-corpus, bpe",
         same_order,
     ),
     Claim(
         "Entropy is unchanged",
         "app:entropy",
         f"every mixed schedule's entropy is within {SAME_ENTROPY:.0%} of all-heavy's, of tokens and of words",
-        "tables schedules, prefixes, second-corpus",
+        "tables schedules, prefixes, second-corpus, bpe",
         entropy_unchanged,
     ),
     Claim(
@@ -335,7 +369,7 @@ CLAIMS = (
         "The degradation is modest",
         "abstract (3.4% at 16.7% saved FLOPs)",
         f"the 25% sandwich has at most {MODEST:.0%} more perplexity than all-heavy",
-        "schedules, prefixes, second-corpus",
+        "schedules, prefixes, second-corpus, bpe",
         modest,
     ),
     Claim(
@@ -349,7 +383,7 @@ CLAIMS = (
         "Nothing simpler does as well for the same compute",
         "not asked in the paper",
         "every equal-compute rival loses to the sandwich",
-        "schedules",
+        "schedules, second-corpus, bpe, tuner",
         no_rival_wins,
     ),
 )

@@ -12,7 +12,8 @@ steps alone, the schedule alone, and both are counted from there:
 Savings multiply if the first two agree. Losses add if the interaction is nil; above 0 they compound, below 0 they
 overlap. Perplexity alone would reward dull text, so entropy stands beside it everywhere, and a cell belongs to the
 Pareto front unless another has no more operations, no higher perplexity and no lower entropy (of words, where a family
-has text).
+has text). Held-out text, where a family comes with some, is judged in the same way: a perplexity below its own or an
+entropy far from it is no merit.
 
 Shapes: n rows, C cells.
 """
@@ -29,13 +30,15 @@ import numpy as np
 import torch
 
 from relaylm import metrics
+from relaylm.bound import spread_rows
 from relaylm.comparison import _content_key, _model_key, _open_store
 from relaylm.decoding import Rule, parse_rule
 from relaylm.errors import UserError
-from relaylm.judge import Judge, load_judge, score
+from relaylm.judge import Judge, Scores, load_judge, score
 from relaylm.progress import progress_bar
 from relaylm.sampler import sample
 from relaylm.schedule import Schedule
+from relaylm.text import read_text
 
 if TYPE_CHECKING:
     from relaylm.family import Family
@@ -128,16 +131,24 @@ def compose(
     batch_size: int | None = None,
     store: Store | str | Path | None = None,
     fresh: bool = False,
+    stored_only: bool = False,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Measure the grid and answer. Plain JSON values come back; `compose_view` shows and draws them. With a `store`
-    each cell is kept as soon as it is done, and what is there already is not computed again (`fresh`: it is)."""
+    each cell is kept as soon as it is done, and what is there already is not computed again (`fresh`: it is).
+    `stored_only` samples nothing: the answer is that of the cells that are there, and `missing` names the others."""
     if n < 2:
         raise UserError(f"a grid needs at least 2 samples in each cell, not {n}")
+    if stored_only and (store is None or fresh):
+        raise UserError("what is stored alone can be shown of a store, and not afresh: --store FOLDER without --fresh")
     light, heavy = family.roles(light, heavy)
     grid = cells(family, rules, steps, schedules, light, heavy)
     length = length or family.length
     work = _Work(family, load_judge(judge, family), n, length, seed, heavy, batch_size, _open_store(store), fresh)
+    missing = [cell for cell in grid if stored_only and not work.has(cell)]
+    if len(missing) == len(grid):
+        raise UserError(f"the store has none of the {len(grid)} cells of this grid, as they would be on this device")
+    grid = [cell for cell in grid if cell not in missing]
     bar = progress_bar("sampling", len(grid) * n, "row", progress, leave=False)
     rows: list[dict[str, Any]] = []
     per_row: list[Mapping[str, np.ndarray]] = []
@@ -167,7 +178,9 @@ def compose(
         "heavy": heavy,
         "judge": work.judge.name,
         "device": str(family.device),
+        "heldout": work.heldout(),
         "rows": rows,
+        "missing": [{"line": cell.line, "dial": cell.dial, "schedule": cell.label} for cell in missing],
         "combinations": both,
         "answer": answer(both),
     }
@@ -196,6 +209,11 @@ class _Work:
             if self.judge.key.startswith("unnamed:"):
                 raise UserError(f"scores of the judge {self.judge.name} cannot be stored: its weights are not known")
 
+    def has(self, cell: Cell) -> bool:
+        """Is the cell in the store?"""
+        key = self._key(cell)
+        return self.store is not None and key is not None and self.store.get(key) is not None
+
     def measure(self, cell: Cell, tell: Callable[[int, int], None]) -> tuple[dict[str, Any], Mapping[str, np.ndarray]]:
         """A cell's figures, and log-perplexity and entropy row by row: from the store, or sampled and judged."""
         key = self._key(cell)
@@ -222,10 +240,9 @@ class _Work:
             batch_size=self.batch_size,
             on_calls=tell,
         )
-        scores = score(self.judge, samples.tokens, samples.texts, max_length=family.length)
+        scores, judged = self._judged(samples.tokens, samples.texts)
         counted_n = scores.written_count_n > 0
         log_n = np.where(counted_n, scores.written_nll_n / np.maximum(scores.written_count_n, 1), math.nan)
-        texts = metrics.describe_texts(list(samples.tokens), samples.texts)
         word = [metrics.word_entropy(text) for text in samples.texts]
         entropy = word or [metrics.token_entropy(row) for row in samples.tokens]
         figures = {
@@ -234,8 +251,7 @@ class _Work:
             "longest": int(samples.steps),
             "top_p": cell.top_p,
             "exact": not samples.changes_law,
-            **metrics.perplexity(scores.written_nll_n, scores.written_count_n),
-            **texts,
+            **judged,
             "calls": samples.cost.total_calls,
             "calls_by_model": {name: count for name, count in samples.cost.calls.items() if count},
             "flops": samples.cost.flops,
@@ -246,6 +262,22 @@ class _Work:
             "entropy": np.round(entropy, 6).tolist(),
         }
         return {"kind": "compose", "figures": figures, "by_row": rounded}
+
+    def _judged(self, tokens_nL: np.ndarray, texts: Sequence[str]) -> tuple[Scores, dict[str, Any]]:
+        scores = score(self.judge, tokens_nL, texts, max_length=self.family.length)
+        found = metrics.perplexity(scores.written_nll_n, scores.written_count_n)
+        return scores, {**found, **metrics.describe_texts(list(tokens_nL), texts)}
+
+    def heldout(self) -> dict[str, Any] | None:
+        """As many rows of the text that came with the family, judged as samples are; None if there are none."""
+        tokenizer, path = self.family.tokenizer, self.family.heldout
+        if tokenizer is None or path is None:
+            return None
+        tokens_N = tokenizer.encode(read_text(path), strict=False)
+        if len(tokens_N) < self.length:
+            return None
+        tokens_nL = spread_rows(tokens_N, self.length, self.n)
+        return {"rows": len(tokens_nL), **self._judged(tokens_nL, [tokenizer.decode(row) for row in tokens_nL])[1]}
 
     def _key(self, cell: Cell) -> str | None:
         if self.store is None:
@@ -279,12 +311,15 @@ def combinations(
     heavy: str,
 ) -> list[dict[str, Any]]:
     """For each line, every schedule that is not the heavy model with every setting of the dial that is not the line's
-    end: what the schedule alone, the dial alone and both save and lose."""
+    end: what the schedule alone, the dial alone and both save and lose. Where one of the four cells is not in the grid,
+    there is nothing to tell."""
     place = {(cell.line, cell.dial, cell.label): k for k, cell in enumerate(grid)}
     out = []
     for line in dict.fromkeys(cell.line for cell in grid):
         here = [k for k, cell in enumerate(grid) if cell.line == line]
         alone = [k for k in here if grid[k].schedule.models == (heavy,)]
+        if not alone:
+            continue
         neither = max(alone, key=lambda k: (rows[k]["flops"] or 0, rows[k]["calls"]))
         for k in here:
             cell = grid[k]
@@ -292,9 +327,10 @@ def combinations(
                 continue
             if rows[k]["calls_by_model"].keys() == {heavy}:  # so few steps that the schedule has none for the others
                 continue
-            scheduled = place[(line, grid[neither].dial, cell.label)]
-            fewer = place[(line, cell.dial, grid[neither].label)]
-            out.append(_combine(rows, per_row, neither, scheduled, fewer, k))
+            scheduled = place.get((line, grid[neither].dial, cell.label))
+            fewer = place.get((line, cell.dial, grid[neither].label))
+            if scheduled is not None and fewer is not None:
+                out.append(_combine(rows, per_row, neither, scheduled, fewer, k))
     return out
 
 

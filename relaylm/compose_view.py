@@ -24,21 +24,24 @@ HEAD = ("rule", "dial", "schedule", "perplexity", "entropy", "words", "distinct-
 SPARE = ("s", "calls/row", "distinct-4", "words")  # what a narrow terminal goes without, the first to go first
 
 
-def _cells(result: Result, row: Mapping[str, Any]) -> list[str]:
+def _perplexity(row: Mapping[str, Any]) -> str:
     low, high = row["gen_ppl_ci"]
-    margin = "" if low is None or high is None else f" ± {(high - low) / 2:.2f}"
+    return f"{row['gen_ppl']:.2f}{'' if low is None or high is None else f' ± {(high - low) / 2:.2f}'}"
+
+
+def _cells(result: Result, row: Mapping[str, Any]) -> list[str]:
     n = result["n"]
     return [
         row["line"],
         row["dial"],
         row["schedule"],
-        f"{row['gen_ppl']:.2f}{margin}",
+        _perplexity(row),
         f"{row['entropy']:.3f}",
         "-" if "word_entropy" not in row else f"{row['word_entropy']:.3f}",
         "-" if row["distinct_4"] is None else f"{row['distinct_4']:.3f}",
         f"{row['calls'] / n:.1f}",
         "-" if row["flops"] is None else f"{row['flops'] / n / 1e9:.3g}",
-        f"{row['seconds']:.1f}",
+        "-" if row["seconds"] is None else f"{row['seconds']:.1f}",
     ]
 
 
@@ -55,8 +58,26 @@ def render(result: Result, width: int | None = None) -> str:
     ]
     notes += [f"left out for want of room: {', '.join(left_out)} (--json has all)"] if left_out else []
     notes += [f"{result['n']} samples a cell, judge {result['judge']}, seed {result['seed']}"]
+    notes += [text for text in (_heldout(result), _undone(result), result.get("note")) if text]
     wrapped = [line for note in notes for line in textwrap.wrap(note, width, subsequent_indent="  ")]
     return "\n".join([result["answer"], "", *lines, *wrapped])
+
+
+def _heldout(result: Result) -> str:
+    """What held-out text comes to by the same measures."""
+    row = result.get("heldout")
+    if not row:
+        return ""
+    words = f", of words {row['word_entropy']:.3f}" if "word_entropy" in row else ""
+    spread = "" if row["distinct_4"] is None else f", distinct-4 {row['distinct_4']:.3f}"
+    return f"held-out text: perplexity {_perplexity(row)}, entropy {row['entropy']:.3f}{words}{spread}"
+
+
+def _undone(result: Result) -> str:
+    """How much of the grid is missing; by name, where that is short."""
+    missing = [f"{cell['line']} {cell['dial']} {cell['schedule']}" for cell in result.get("missing", [])]
+    names = f": {', '.join(missing)}" if len(missing) <= 3 else ""
+    return f"{len(missing)} of {len(missing) + len(result['rows'])} cells not measured{names}" if missing else ""
 
 
 def markdown(result: Result) -> str:
@@ -68,6 +89,8 @@ def markdown(result: Result) -> str:
         f"Family `{name}`, {result['n']} samples in each of {len(result['rows'])} cells, length {result['length']}, "
         f"judge `{result['judge']}`, seed {result['seed']}, {where}."
     )
+    told = [f"{text[0].upper()}{text[1:]}." for text in (_heldout(result), _undone(result)) if text]
+    made = " ".join([made, *told, *([result["note"]] if result.get("note") else [])])
     front = sorted((row for row in result["rows"] if row["front"]), key=lambda row: row["flops"] or 0)
     lines = [f"### {name}", "", result["answer"], "", made, "", "The Pareto front, from the cheapest:", ""]
     lines += _table(HEAD, [_cells(result, row) for row in front])
@@ -139,6 +162,11 @@ def plot(result: Result, path: str | Path) -> list[Path]:
     return drawn
 
 
+def _sizes(lines: Sequence[str]) -> dict[str, float]:
+    """Diameters of the lines' markers, the first the largest: cells that coincide lie inside each other, all seen."""
+    return {line: float(size) for line, size in zip(lines, np.linspace(10, 5, len(lines)), strict=True)}
+
+
 def _styles(result: Result) -> tuple[dict[str, str], dict[str, str]]:
     lines = dict.fromkeys(row["line"] for row in result["rows"])
     schedules = dict.fromkeys(row["schedule"] for row in result["rows"])
@@ -165,6 +193,7 @@ def _front_figure(result: Result) -> Any:
         raise UserError("the figure needs FLOPs, and these models do not say what a call costs")
     colours, markers = _styles(result)
     left, right = figure.subplots(1, 2)
+    sizes = _sizes(list(colours))
     words = "word_entropy" in rows[0]
     for axes, value in ((left, lambda row: row["gen_ppl"]), (right, diversity)):
         for line, colour in colours.items():
@@ -174,9 +203,10 @@ def _front_figure(result: Result) -> Any:
         for row in rows:
             x, y = _gflops(result, row), value(row)
             edge = "black" if row["front"] else "none"
-            axes.scatter(
-                x, y, s=46, color=colours[row["line"]], marker=markers[row["schedule"]], edgecolors=edge, linewidths=1.3
-            )
+            style = {"color": colours[row["line"]], "marker": markers[row["schedule"]], "markeredgecolor": edge}
+            axes.plot(x, y, linestyle="", markersize=sizes[row["line"]], markeredgewidth=1.1, **style)
+        if result.get("heldout"):
+            axes.axhline(value(result["heldout"]), color="black", linestyle=":", linewidth=1.2, zorder=0)
         axes.set_xscale("log")
         _plain_ticks(axes.xaxis, _ticks(-5, 8), lambda value: f"{value:g}")
         axes.set_xlabel("GFLOPs for a sample")
@@ -191,6 +221,8 @@ def _front_figure(result: Result) -> Any:
     right.set_ylabel("entropy of a sample's words, nats" if words else "entropy of a sample's tokens, nats")
     extra = [Line2D([], [], color="none", marker="o", markeredgecolor="black", label="on the Pareto front")]
     extra += [Line2D([], [], color="0.3", alpha=0.4, label="heavy alone, dial turned")]
+    if result.get("heldout"):
+        extra += [Line2D([], [], color="black", linestyle=":", linewidth=1.2, label="held-out text")]
     _legend(figure, colours, markers, extra)
     figure.suptitle(f"{result['family']['name'] or 'family'}: rule x steps x schedule, {result['n']} samples each")
     return figure
@@ -217,37 +249,35 @@ def _both_figure(result: Result) -> Any:
     figure = _figure(11.0, 4.8)
     colours, markers = _styles(result)
     left, right = figure.subplots(1, 2)
-    for item in result["combinations"]:
-        style = {"color": colours[item["line"]], "marker": markers[item["schedule"]], "linestyle": ""}
-        flops, loss = item["flops"], item["loss"]
-        if flops["product"] is not None:
-            left.plot(flops["product"], flops["both"], **style)
-        added = loss["schedule"]["value"] + loss["steps"]["value"]
-        low, high = item["interaction"]["ci"]
-        margin = 0.0 if low is None or high is None else (high - low) / 2
-        right.errorbar(added, loss["both"]["value"], yerr=margin, capsize=2, elinewidth=0.8, **style)
+    sizes = _sizes(list(colours))
     left.set_xscale("log")
-    left.set_yscale("log")
     right.set_xscale("asinh", linear_width=0.05)  # even near 0, where most losses are, and room for the large ones
-    right.set_yscale("asinh", linear_width=0.05)
-    for axes in (left, right):
-        ends = np.array([*axes.get_xlim(), *axes.get_ylim()])
-        low, high = float(ends.min()), float(ends.max())
-        axes.plot([low, high], [low, high], color="0.6", linewidth=0.8, zorder=0)
-        axes.set_xlim(low, high)
-        axes.set_ylim(low, high)
-        axes.grid(alpha=0.25)
-    for axis in (left.xaxis, left.yaxis):
-        _plain_ticks(axis, _ticks(-4, 1), lambda value: f"{100 * value:g}%")
-    small = _ticks(-1, 1)
-    for axis in (right.xaxis, right.yaxis):
+    right.set_yscale("asinh", linear_width=0.02)
+    for item in result["combinations"]:
+        style: dict[str, Any] = {"color": colours[item["line"]], "marker": markers[item["schedule"]], "linestyle": ""}
+        style["markersize"] = sizes[item["line"]]
+        flops, loss, interaction = item["flops"], item["loss"], item["interaction"]
+        if flops["product"]:
+            left.plot(flops["product"], flops["both"] / flops["product"], **style)
+        added = loss["schedule"]["value"] + loss["steps"]["value"]
+        low, high = interaction["ci"]
+        margin = 0.0 if low is None or high is None else (high - low) / 2
+        right.errorbar(added, interaction["value"], yerr=margin, capsize=3, elinewidth=1.0, **style)
+    left.axhline(1.0, color="0.4", linewidth=0.8, zorder=0)
+    right.axhline(0.0, color="0.4", linewidth=0.8, zorder=0)
+    _plain_ticks(left.xaxis, _ticks(-4, 1), lambda value: f"{100 * value:g}%")
+    bottom, top = left.get_ylim()
+    left.set_ylim(min(bottom, 0.9), max(top, 1.1))  # what differs by less than a per cent should look like it
+    for axis, small in ((right.xaxis, _ticks(-1, 1)), (right.yaxis, _ticks(-2, 1))):
         _plain_ticks(axis, [*(-value for value in small), 0.0, *small], lambda value: f"{value:+g}" if value else "0")
+    for axes in (left, right):
+        axes.grid(alpha=0.25)
     left.set_xlabel("FLOPs left by the schedule x FLOPs left by the dial")
-    left.set_ylabel("FLOPs left by both")
+    left.set_ylabel("FLOPs left by both, over that product")
     right.set_xlabel("loss by the schedule + loss by the dial (log-perplexity)")
-    right.set_ylabel("loss by both, 95% interval of the interaction")
+    right.set_ylabel("loss by both less that sum, with its 95% interval")
     used = {item["schedule"] for item in result["combinations"]}
     _legend(figure, colours, {name: marker for name, marker in markers.items() if name in used})
     name = result["family"]["name"] or "family"
-    figure.suptitle(f"{name}: on the line savings multiply (left) and losses add up (right); below it they overlap")
+    figure.suptitle(f"{name}: at 1 savings multiply (left); at 0 losses add up, below it they overlap (right)")
     return figure

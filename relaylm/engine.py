@@ -271,7 +271,8 @@ class _Graph:
             engine.step(model, shape, self.index, self.t_B)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=engine.graph_pool()):
+        # What other threads do on the device meanwhile is not to spoil the capture.
+        with torch.cuda.graph(self.graph, pool=engine.graph_pool(), capture_error_mode="thread_local"):
             self.tokens, self.logprobs, _ = engine.step(model, shape, self.index, self.t_B)
 
     def replay(self, call: Call) -> tuple[Tensor, Tensor]:

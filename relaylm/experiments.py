@@ -81,6 +81,7 @@ class Setup:
     second: Family | None = None  # of another corpus, short rows
     second_text: np.ndarray | None = None
     bpe: Family | None = None  # with a large vocabulary
+    bpe_text: np.ndarray | None = None
     stages: tuple[Family, ...] = ()  # one pair at several stages of its training
     judge: Any = None
     seed: int = 0
@@ -247,6 +248,11 @@ def second_corpus(setup: Setup) -> dict[str, Any]:
         "schedules": judged(setup, paper.SCHEDULES, setup.second),
         "disagreement": curves(setup, setup.second, setup.second_text),
     }
+
+
+def bpe(setup: Setup) -> dict[str, Any]:
+    """Schedules and KL with a large vocabulary; `setup.family` is the one of `--bpe` here (`reproduce.placed`)."""
+    return {"schedules": schedules(setup), "disagreement": disagreement(setup)}
 
 
 def training(setup: Setup) -> dict[str, Any]:

@@ -8,13 +8,14 @@ A block of width 256 is bound by memory, not by arithmetic: what costs is every 
     product     h W'
     mlp         gelu(h W_up' + b) W_down'                                 GELU's slope and the bias sum in one pass
 
-(Products with rotation or with GELU inside were tried, and lost against cuBLAS and these passes on an H200.)
+(At this width products with rotation or with GELU inside were tried, and lost against cuBLAS and these passes on an
+H200.)
 
-With a small vocabulary the embedding, the first norm and the first block's queries, keys and values before rotation
-are rows of tables that have one for each token: no product runs over the tokens, and the gradient of a table is the sum
-of its rows' gradients by token, from which those of the norm and of the weights are products as small as it. After the
-last block's attention no position looks at another one any more, so where only some positions are scored the rest of
-the network runs on their rows alone (`rows_at`); the other positions get a gradient of zero.
+With a small vocabulary the embedding, the first norm and, in short rows, the first block's queries, keys and values
+before rotation are rows of tables that have one for each token: no product runs over the tokens, and the gradient of a
+table is the sum of its rows' gradients by token, from which those of the norm and of the weights are products as small
+as it. After the last block's attention no position looks at another one any more, so where only some positions are
+scored the rest of the network runs on their rows alone (`rows_at`); the other positions get a gradient of zero.
 
 A branch is added to the residual stream by the norm after it, and that norm's backward pass also has the gradient of
 the branch's bias: the sum over tokens of dx. With x^ = (x - mean) / std and g = weight * dh,
@@ -22,11 +23,7 @@ the branch's bias: the sum over tokens of dx. With x^ = (x - mean) / std and g =
     dx = (g - mean(g) - x^ mean(g x^)) / std + (gradient that comes down the residual stream).
 
 GELU is the tanh form, x s(x) with s = 1 / (1 + exp(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3); its slope is
-s + 2 x s (1 - s) u'. Attention keeps the logarithm of each query's normaliser, and the backward pass makes the
-probabilities again from it: for a block of keys, over all queries, dV = P' dO and dK = dS' Q with
-dS = P (dO V' - rowsum(dO O)); then for a block of queries, over all keys, dQ = dS K. Twice the scores, but no atomics:
-every sum here has a fixed order. Where a row is short enough for one program, that one makes the scores once, for all
-queries and a block of keys at a time, and keeps dQ.
+s + 2 x s (1 - s) u'. Attention is that of `attention_kernels`. Every sum here has a fixed order.
 
 Weights are float32; their bfloat16 copies are made once for a call, in one kernel, and gradients come back in float32
 straight from the matrix products. All of it is what `Transformer.hidden_at` and the final norm compute under autocast,
@@ -43,7 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relaylm import fused_kernels, kernels
+from relaylm import attention_kernels, fused_kernels, kernels
 
 if TYPE_CHECKING:
     from relaylm.denoiser import Transformer, _Block
@@ -87,7 +84,7 @@ def trunk(
         pairs = iter(zip(matrices, copies))
         shape, tokens_M = (b, length, heads, causal), tokens_BL.flatten()
         embedding, first_norm = model.vocab_embed.embedding, blocks[0].norm1.weight
-        by_token = length <= fused_kernels.OWN_ATTENTION_UP_TO and len(embedding) <= SMALL_VOCABULARY
+        by_token = length <= attention_kernels.OWN_ATTENTION_UP_TO and len(embedding) <= SMALL_VOCABULARY
         if not by_token:
             x, h = embed(tokens_M, embedding, first_norm, residual or RESIDUAL, dtype)
         for block, following in zip(blocks, [*(block.norm1 for block in blocks[1:]), model.output_layer.norm_final]):
@@ -143,7 +140,7 @@ def attend(
     h_MD: Tensor, weight: Tensor, copy: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, int, int, bool]
 ) -> Tensor:
     """Attention (M, D) of queries, keys and values h W', rotated. `shape`: rows, length, heads, causal."""
-    if shape[1] <= fused_kernels.OWN_ATTENTION_UP_TO:
+    if shape[1] <= attention_kernels.OWN_ATTENTION_UP_TO:
         return _Attend.apply(h_MD, weight, copy, cos, sin, shape)
     q, k, v = _Rotated.apply(h_MD, weight, copy, cos, sin, shape)
     return F.scaled_dot_product_attention(q, k, v, is_causal=shape[3]).transpose(1, 2).reshape(h_MD.shape)
@@ -272,7 +269,7 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         b, length, heads, causal = shape
         qkv = _rotated_qkv(h, copy, cos, sin).view(b, length, -1)
-        out, normaliser = fused_kernels.attention(qkv, heads, causal)
+        out, normaliser = attention_kernels.attention(qkv, heads, causal)
         ctx.save_for_backward(h, copy, cos, sin, qkv, out, normaliser)
         ctx.heads, ctx.causal = heads, causal
         return out
@@ -280,7 +277,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         h, copy, cos, sin, qkv, out, normaliser = ctx.saved_tensors
-        dqkv = fused_kernels.attention_gradient(
+        dqkv = attention_kernels.attention_gradient(
             qkv, out, normaliser, dout.contiguous(), cos, sin, ctx.heads, ctx.causal
         )
         return dqkv @ copy, _weight_gradient(dqkv, h), None, None, None, None
@@ -296,7 +293,7 @@ class _EmbedAttend(torch.autograd.Function):
         table, h_table = fused_kernels.add_norm(weight.to(residual), None, None, norm, copy.dtype)
         (x,) = fused_kernels.rows_at(table, None, tokens)
         qkv = kernels.rotate_from_table(h_table @ copy.t(), tokens.view(b, length), cos, sin, heads)
-        out, normaliser = fused_kernels.attention(qkv, heads, causal)
+        out, normaliser = attention_kernels.attention(qkv, heads, causal)
         ctx.save_for_backward(tokens, table, h_table, norm, copy, cos, sin, qkv, out, normaliser)
         ctx.heads, ctx.causal = heads, causal
         return x, out
@@ -304,7 +301,7 @@ class _EmbedAttend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Tensor | None, ...]:
         tokens, table, h_table, norm, copy, cos, sin, qkv, out, normaliser = ctx.saved_tensors
-        dqkv = fused_kernels.attention_gradient(
+        dqkv = attention_kernels.attention_gradient(
             qkv, out, normaliser, dout.contiguous(), cos, sin, ctx.heads, ctx.causal
         )
         dtable, dqkv_table = _sums_by_token(tokens, len(table), dx.contiguous(), dqkv)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relaylm import fused_kernels, products
+from relaylm import attention_kernels, products
 
 if importlib.util.find_spec("triton") is not None:
     import triton
@@ -178,13 +178,11 @@ if triton is not None:
     @triton.jit
     def _norm_kernel(
         x,
-        branch,
         offset,
         weight,
         out,
         rows,
         width,
-        HAS_BRANCH: tl.constexpr,
         HAS_OFFSET: tl.constexpr,
         SIZE: tl.constexpr,
         ROWS: tl.constexpr,
@@ -195,9 +193,6 @@ if triton is not None:
         inside = (row < rows)[:, None] & wide[None, :]
         at = row[:, None] * width + column[None, :]
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        if HAS_BRANCH:
-            value += tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)
-            tl.store(x + at, value.to(x.dtype.element_ty), mask=inside)
         if HAS_OFFSET:
             value += tl.load(offset + column, mask=wide, other=0.0)[None, :]
         mean = tl.sum(value, axis=1) / width
@@ -334,10 +329,8 @@ def race(logits_NV: Tensor, seed: int, row_N: Tensor, position_N: Tensor, draw_N
     return token.gather(1, best.argmax(dim=1, keepdim=True))[:, 0].long()
 
 
-def norm(
-    x_MD: Tensor, weight_D: Tensor, dtype: torch.dtype, branch_MD: Tensor | None = None, offset_D: Tensor | None = None
-) -> Tensor:
-    """LayerNorm(x + branch + offset) * weight in `dtype`. A branch is added to x in place, the offset is not."""
+def norm(x_MD: Tensor, weight_D: Tensor, dtype: torch.dtype, offset_D: Tensor | None = None) -> Tensor:
+    """LayerNorm(x + offset) * weight in `dtype`."""
     width = x_MD.shape[-1]
     rows = x_MD.numel() // width
     out = torch.empty(x_MD.shape, dtype=dtype, device=x_MD.device)
@@ -345,13 +338,11 @@ def norm(
     per_program = max(1, NORM_ELEMENTS // size)
     _norm_kernel[(triton.cdiv(rows, per_program),)](
         x_MD,
-        branch_MD,
         offset_D,
         weight_D,
         out,
         rows,
         width,
-        HAS_BRANCH=branch_MD is not None,
         HAS_OFFSET=offset_D is not None,
         SIZE=size,
         ROWS=per_program,
@@ -372,7 +363,7 @@ def rotate_(qkv_BLX: Tensor, cos_LR: Tensor, sin_LR: Tensor, heads: int) -> None
 def rotate_from_table(table_VX: Tensor, tokens_BL: Tensor, cos_LR: Tensor, sin_LR: Tensor, heads: int) -> Tensor:
     """qkv (B, L, 3D) of the first block: rows of a table by token id, queries and keys rotated on the way."""
     qkv = torch.empty((*tokens_BL.shape, table_VX.shape[1]), dtype=table_VX.dtype, device=table_VX.device)
-    _rotate(qkv, cos_LR, sin_LR, 3 * heads, 2 * heads, tokens_BL, table_VX)
+    _rotate(qkv, cos_LR, sin_LR, 3 * heads, 2 * heads, tokens_BL.contiguous(), table_VX)
     return qkv
 
 
@@ -446,7 +437,7 @@ def trunk(network: Any, tokens_BL: Tensor, positions_BK: Tensor) -> Tensor:
     where = (torch.arange(0, b * length, length, device=x.device)[:, None] + positions_BK).view(-1)
     dim = a.width // a.heads
     few = pools(k, dim)
-    short = length <= fused_kernels.OWN_ATTENTION_UP_TO and length % 64 == 0 and dim in (16, 32, 64, 128)
+    short = length <= attention_kernels.OWN_ATTENTION_UP_TO and length % 64 == 0 and dim in (16, 32, 64, 128)
     offset, offsets_ND = None, network.mlp_offsets()
     for i, block in enumerate(network.blocks):
         if i == 0 and i < last:
@@ -469,7 +460,7 @@ def trunk(network: Any, tokens_BL: Tensor, positions_BK: Tensor) -> Tensor:
                 attended = F.scaled_dot_product_attention(q_BKHd.transpose(1, 2), key, value)
                 attended = attended.transpose(1, 2).reshape(b * k, a.width)
         elif short:
-            attended, _ = fused_kernels.attention(qkv.view(b, length, -1), a.heads, False)
+            attended, _ = attention_kernels.attention(qkv.view(b, length, -1), a.heads, False)
         else:
             q, key, value = qkv.view(b, length, 3, a.heads, dim).permute(2, 0, 3, 1, 4)
             attended = F.scaled_dot_product_attention(q, key, value).transpose(1, 2).reshape(b * length, a.width)

@@ -97,7 +97,7 @@ def precision(setup: Setup) -> dict[str, Any]:
     light, heavy = family.roles()
     n, length = setup.scale.precision_samples, setup.length(family)
     sides = published_sides(family, (light, heavy))
-    rows_nL, _ = held_out_rows(setup, family, setup.text if family is setup.family else None, 16)
+    rows_nL, _ = held_out_rows(setup, family, setup.text if family is setup.family else setup.bpe_text, 16)
     out = {}
     for steps in setup.scale.precision_steps:
         exact = judged(setup, paper.SCHEDULES, family, n=n, steps=steps, rivals=False)

@@ -103,6 +103,7 @@ def run_compose(args: argparse.Namespace) -> dict[str, Any]:
             batch_size=args.batch_size,
             store=args.store,
             fresh=args.fresh,
+            stored_only=args.stored_only,
             progress=True,
         )
         result = with_provenance(result, family, args)  # Markdown says it, too

@@ -134,23 +134,27 @@ def render_cost(bench: Mapping[str, Any] | None = None, folder: Path | None = No
 
 def render_verdicts(data: Path | None = None) -> str:
     """The recorded run's verdicts as a Markdown table, or that there is none."""
-    from relaylm.reproduce import COMMITTED, load, recorded_verdicts
+    from relaylm.reproduce import COMMITTED, NAMES, load, recorded_verdicts
 
     folder = data or COMMITTED
-    files = [load(file) for file in sorted(folder.glob("*.json"))]
-    made = [item for item in files if item is not None]
+    made = {name: item for name in NAMES if (item := load(folder / f"{name}.json")) is not None}
     if not made:
-        return "No run is recorded yet; the command below makes one."
-    first = made[0]
-    lines = [
-        f"Family {first['family']['name']}, {first['machine']['gpu'] or first['machine']['cpu']}, {first['date']}:"
-    ]
+        return "No run is recorded yet; the command above makes one."
+    first, second = next(iter(made.values())), made.get("second-corpus")
+    names = [item["family"]["name"] for item in made.values()]
+    names += [second["result"]["schedules"]["family"]["name"]] if second is not None else []
+    machine = first["machine"]["gpu"] or first["machine"]["cpu"]
+    lines = [f"{', '.join(dict.fromkeys(names))}; {machine}, {first['date']}:"]
     lines += ["", "| claim of the paper | verdict here | findings |", "|---|---|---|"]
     for verdict in recorded_verdicts(folder):
         words = {"yes": True, "no": False, "open": None}
         counts = {word: sum(f.says is says for f in verdict.findings) for word, says in words.items()}
         tally = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
         lines.append(f"| {verdict.claim.name} | {verdict.verdict} | {tally} |")
+    if missing := [name for name in NAMES if name not in made]:
+        families = "--family runs/wiki-char/family --bpe runs/wiki-bpe/family"
+        command = f"relaylm reproduce --scale gpu {families} --out results/reproduce --only {' '.join(missing)}"
+        lines += ["", f"Not recorded yet: {', '.join(missing)}. To make them:", "", "```bash", command, "```"]
     return "\n".join(lines)
 
 

@@ -32,6 +32,8 @@ else:  # pragma: no cover - CPU builds of PyTorch come without Triton
 
 M_TILE, N_TILE, K_TILE = 128, 256, 64
 LAUNCH = {"M": M_TILE, "N": N_TILE, "K": K_TILE, "GROUP": 8, "num_warps": 8, "num_stages": 4}
+SHARED_MEMORY = 232_448  # bytes a program may have on Hopper: nearly all of it goes into the stages
+WIDEST_HEAD = 64  # `rotated` takes room for the angles too, and those of wider heads no longer fit
 
 
 if triton is not None:
@@ -106,11 +108,19 @@ if triton is not None:
             out_desc.store([at_m, at_n + 3 * N // 4], x3)
 
 
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have on this device; SHARED_MEMORY where nobody says."""
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return int(getattr(properties, "shared_memory_per_block_optin", SHARED_MEMORY))
+
+
 def _programs(h_MD: Tensor, columns: int) -> int:
     """How many programs there are for a product with so many columns, 0 if it does not fit the kernels."""
     if triton is None or TensorDescriptor is None or columns % N_TILE or h_MD.shape[1] % K_TILE:
         return 0
     if not h_MD.is_cuda or torch.cuda.get_device_capability(h_MD.device) < (9, 0):
+        return 0
+    if shared_memory(h_MD.device) < SHARED_MEMORY:  # a desktop card, however new
         return 0
     return int(torch.cuda.get_device_properties(h_MD.device).multi_processor_count)
 
@@ -153,9 +163,9 @@ def up_gelu(h_MD: Tensor, weight_XD: Tensor, bias_X: Tensor) -> Tensor:
 
 
 def can_rotate(h_MD: Tensor, heads: int) -> bool:
-    """Does `rotated` do these heads: whole ones in a tile, and tiles that are rotated as a whole?"""
+    """Does `rotated` do these heads, a power of two wide: room for the angles, tiles that are rotated as a whole?"""
     dim = h_MD.shape[1] // heads
-    return N_TILE % dim == 0 and heads % (N_TILE // dim) == 0 and _programs(h_MD, heads * dim) > 0
+    return dim <= WIDEST_HEAD and heads % (N_TILE // dim) == 0 and _programs(h_MD, heads * dim) > 0
 
 
 def grouped(weight_XD: Tensor, dim: int) -> Tensor:

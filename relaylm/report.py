@@ -46,7 +46,8 @@ def plot_importance(result: Mapping[str, Any], path: str | Path) -> Path:
             axes.set_xlabel("t   (0: text, 1: all masked)")
             axes.set_ylabel(f"{label}, nats\n{what.strip()}".strip())
             axes.grid(alpha=0.25)
-    panels[0, 0].legend(frameon=False, title="light : heavy", fontsize=8)
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, title="light : heavy", fontsize=8)
     name = result["family"]["name"] or "family"
     figure.suptitle(f"{name}: disagreement on {result['states']}, {pairs[0]['n']} rows for each t", fontsize=10)
     return _save(figure, path)

@@ -14,7 +14,7 @@ import datetime
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from relaylm.errors import UserError
 from relaylm.experiments import SCALES, Experiment, Scale, Setup
 from relaylm.family import Family
 from relaylm.provenance import how_made
-from relaylm.sections import SECTIONS
+from relaylm.sections import SECTIONS, where_it_peaks
 from relaylm.store import Store, content_key
 from relaylm.text import read_text
 
@@ -80,6 +80,13 @@ EXPERIMENTS = (
         (paper.LM1B, "fig:lm1b-kldiv-plot"),
         lambda setup: None if setup.second is not None else "a family of a second corpus (--second)",
         experiments.second_corpus,
+    ),
+    Experiment(
+        "bpe",
+        "Tokens in place of characters",
+        (),
+        lambda setup: None if setup.bpe is not None else "a family with a large vocabulary (--bpe)",
+        experiments.bpe,
     ),
     Experiment(
         "precision",
@@ -142,6 +149,7 @@ def reproduce(
         second,
         held_out(second, None),
         bpe,
+        held_out(bpe, None),
         tuple(stages),
         judge,
         seed,
@@ -166,6 +174,7 @@ def _run(experiment: Experiment, setup: Setup, folder: Path) -> dict[str, Any]:
     """One experiment, unless it is there already; its data goes to a file."""
     if (missing := experiment.needs(setup)) is not None:
         return {"status": "not run", "reason": f"it needs {missing}"}
+    setup = placed(experiment, setup)
     file, key = folder / "data" / f"{experiment.name}.json", _key(experiment, setup)
     if (known := load(file)) is not None and known.get("key") == key:
         return {"status": "kept", "seconds": known["seconds"]}
@@ -194,6 +203,13 @@ def _run(experiment: Experiment, setup: Setup, folder: Path) -> dict[str, Any]:
     }
     write_json(file, {**about, "result": _rounded(result)})
     return {"status": "ran", "seconds": seconds}
+
+
+def placed(experiment: Experiment, setup: Setup) -> Setup:
+    """The setup as an experiment sees it: `bpe` is about that family alone, whichever the first one is."""
+    if experiment.name != "bpe" or setup.bpe is None:
+        return setup
+    return replace(setup, family=setup.bpe, text=setup.bpe_text)
 
 
 def _key(experiment: Experiment, setup: Setup) -> str:
@@ -271,7 +287,10 @@ def report(folder: Path, reasons: dict[str, str] | None = None) -> dict[str, Any
         elif mine is None:
             why = (reasons or {}).get(name, "it was not asked for")
             body.append(Text(f"Not shown: {why}. Run `relaylm reproduce --only {name}` with what it needs."))
-    judged = _judged({name: source for name in NAMES if (source := own[name] or kept[name])})
+    sources = {name: source for name in NAMES if (source := own[name] or kept[name])}
+    if peaks := where_it_peaks({name: source["result"] for name, source in sources.items()}):
+        body += [Heading("What decides where the disagreement peaks"), *peaks]
+    judged = _judged(sources)
     head = _head(own, kept, shown)
     blocks = [*head, *_claims(judged, [name for name, kind in shown.items() if kind == "committed"]), *body, *_slips()]
     write(blocks, "relaylm: the paper's experiments", folder)

@@ -43,7 +43,8 @@ def bars(panels: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
             kind = "rival" if row.get("kind") == "rival" else row["schedule"]
             colour, hatch = LOOK.get(kind, (BLUE, ""))
             axes.bar(k, values[k], color=colour, hatch=hatch, edgecolor="white", linewidth=0.5, width=0.8)
-            axes.text(k, high[k], f"{values[k]:.3g}", ha="center", va="bottom", fontsize=7)
+            label = f"{values[k]:.{2 if values[k] < 10 else 1 if values[k] < 100 else 0}f}"
+            axes.text(k, high[k], label, ha="center", va="bottom", fontsize=7)
         error = np.stack([values - low, high - values])
         axes.errorbar(range(len(rows)), values, yerr=error, fmt="none", ecolor=BLACK, capsize=3, linewidth=1)
         steps = int(result["steps"])
@@ -213,6 +214,12 @@ def against(pairs: Sequence[Mapping[str, Any]], name: str, other: str, among: in
     return np.nan, np.nan, np.nan
 
 
+def above_twin(pair: Mapping[str, Any]) -> bool:
+    """Whether a model is shown anywhere to be further from the heavy one than its twin is, by a hundredth of the most
+    that their KL comes to."""
+    return any(low > 0.01 * max(pair["kl"]) for low, _ in pair["kl_relative_ci"])
+
+
 def stretches(result: Mapping[str, Any], path: Path) -> Path:
     figure = _figure(6.4, 3.0)
     axes = figure.add_subplot()
@@ -278,17 +285,20 @@ def time_bars(parts: Mapping[str, tuple[float, float]], path: Path) -> Path:
 
 
 def front(result: Mapping[str, Any], path: Path) -> Path:
-    """Loss against FLOPs saved: mixed schedules of the tuner, rivals, all-heavy."""
-    figure = _figure(7.0, 3.6)
+    """Loss against FLOPs saved: mixed schedules of the tuner, rivals, all-heavy; side by side where savings agree."""
+    figure = _figure(8.0, 3.8)
     axes = figure.add_subplot()
     kinds = (
-        ("mixed", BLUE, "o", "tuned schedules"),
-        ("rival", RED, "D", "rivals"),
-        ("anchor", BLACK, "s", "all-heavy"),
+        ("mixed", BLUE, "o", "mixtures of the tuner", 0.6),
+        ("sandwich", GREEN, "^", "sandwich (rival)", -0.6),
+        ("rival", RED, "D", "one model alone (rival)", 0.0),
+        ("anchor", BLACK, "s", "all-heavy", 0.0),
     )
-    for kind, colour, mark, label in kinds:
-        rows = [row for row in result["confirmed"] if row["kind"] == kind]
-        x = [100 * row["saved"] for row in rows]
+    for kind, colour, mark, label, shift in kinds:
+        rows = [
+            row for row in result["confirmed"] if ("sandwich" if row["what"] == "sandwich" else row["kind"]) == kind
+        ]
+        x = [100 * row["saved"] + shift for row in rows]
         y = np.array([row["against_heavy"]["difference"] for row in rows], dtype=float)
         ci = np.array([row["against_heavy"]["ci"] for row in rows], dtype=float).reshape(-1, 2).T
         axes.errorbar(x, y, yerr=np.abs(ci - y), fmt=mark, color=colour, capsize=2, label=label)
@@ -296,7 +306,8 @@ def front(result: Mapping[str, Any], path: Path) -> Path:
         (row["saved"], row["against_heavy"]["difference"]) for row in result["confirmed"] if row.get("on_front")
     )
     axes.plot([100 * saved for saved, _ in best], [loss for _, loss in best], color="0.5", linewidth=1, label="front")
-    axes.set_xlabel("FLOPs saved against all-heavy, %")
+    axes.axhline(0, color="0.6", linewidth=0.8)
+    axes.set_xlabel("FLOPs saved against all-heavy, % (kinds drawn side by side)")
     axes.set_ylabel("log-PPL above all-heavy")
     axes.legend(frameon=False, fontsize=8)
     axes.grid(alpha=0.25)

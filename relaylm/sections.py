@@ -35,6 +35,10 @@ def _signed(item: tuple[float, float, float]) -> str:
     return f"{value:+.4f} ({low:+.4f} to {high:+.4f})"
 
 
+def _loss(item: Mapping[str, Any]) -> str:
+    return _signed((item["difference"], *item["ci"]))
+
+
 def _calls(spent: Mapping[str, Any]) -> str:
     made, naive = spent["calls_made"], spent["calls_naive"]
     return f"Shared beginnings: {made:,} row-calls where independent runs make {naive:,} ({made / naive:.1%})."
@@ -91,11 +95,21 @@ def _in_words(result: Result, theirs: Mapping[str, paper.Row]) -> str:
     same = "the same order" if ours == order else f"not the paper's order ({', '.join(order)})"
     value, low, high = against(result["contrasts"], "sandwich", "heavy")
     paid = by["sandwich"].get("gap_paid")
-    text = f"Best to worst here: {', '.join(ours)}; {same}. The sandwich costs {np.expm1(value):+.1%} "
+    other = next(name for name in ours if name != "sandwich")
+    apart = against(result["contrasts"], "sandwich", other)
+    told = "" if apart[1] > 0 or apart[2] < 0 else ", not told apart"
+    text = f"Best to worst here: {', '.join(ours)}; {same}. The sandwich against {other}: {_signed(apart)}{told}. "
+    text += f"The sandwich costs {np.expm1(value):+.1%} "
     text += f"({np.expm1(low):+.1%} to {np.expm1(high):+.1%}) in perplexity"
     if paid is not None:
         text += f" and pays {paid:.0%} of the gap"
     text += f" (paper: {paper.degradation(theirs):+.1%}, {paper.gap_paid(theirs, 'sandwich'):.0%} of the gap)."
+    contests = [item for item in result.get("rivals", []) if item["schedule"] == "sandwich"]
+    if contests:
+        best = min(contests, key=lambda item: item["difference"])
+        text += f" Its best rival is {best['rival']} ({best['what']}), {_loss(best)} against it, which "
+        text += {"wins": "wins", "loses": "loses", "level": "is level"}[best["outcome"]]
+        text += f" (p = {best['p_holm']:.2g}, corrected for {len(result['rivals'])} contests)."
     return text + (f" {result['verdict']}" if result.get("rivals") else "")
 
 
@@ -103,21 +117,33 @@ def _in_words(result: Result, theirs: Mapping[str, paper.Row]) -> str:
 
 
 def schedules(result: Result, figures: Path) -> list[Block]:
+    return _by_light(result, figures, "schedules", "As fig:12b-4b-, 12b-6b-, 12b-8b- and 12b-10b-barplot-perplexity. ")
+
+
+def bpe(result: Result, figures: Path) -> list[Block]:
+    caption = "The same with a large vocabulary. "
+    return [
+        *_by_light(result["schedules"], figures, "bpe", caption),
+        *_curves(result["disagreement"], figures, "bpe-kl", "As fig:loss_diff and fig:kldiv-plot."),
+    ]
+
+
+def _by_light(result: Result, figures: Path, name: str, caption: str) -> list[Block]:
     by_light = result["by_light"]
     titles = {f"light {light}, heavy {result['heavy']}, 25% light steps": r for light, r in by_light.items()}
     blocks: list[Block] = [Text(_about(next(iter(by_light.values()))))]
-    caption = (
-        "As fig:12b-4b-, 12b-6b-, 12b-8b- and 12b-10b-barplot-perplexity. Bars with 95% intervals; light schedule "
+    caption += (
+        "Bars with 95% intervals, of single schedules, not of differences; light schedule dotted, sandwich hatched, "
+        "equal-compute rivals crossed."
     )
-    caption += "dotted, sandwich hatched, equal-compute rivals crossed."
-    blocks.append(Figure(draw.bars(titles, figures / "schedules.png"), caption))
+    blocks.append(Figure(draw.bars(titles, figures / f"{name}.png"), caption))
     for k, (light, found) in enumerate(by_light.items()):
         depth = result["depths"][light]
         theirs = paper.TABLES[paper.OWT] if k == 0 else None
         label = f" beside {paper.OWT}" if k == 0 else ""
         words = _in_words(found, paper.TABLES[paper.OWT])
         blocks.append(Text(f"**Light model {light}, {depth} deep.** {words}"))
-        blocks.append(_seven(f"schedules-{light}", f"Seven schedules with light {light}{label}", found, theirs))
+        blocks.append(_seven(f"{name}-{light}", f"Seven schedules with light {light}{label}", found, theirs))
     return blocks
 
 
@@ -136,7 +162,11 @@ def search(result: Result, figures: Path) -> list[Block]:
             f"(0 is the fully masked end). {_calls(made)}"
         )
     ]
-    blocks.append(Figure(draw.search_map(result, figures / "search-map.png"), "As fig:best_worst_barplot."))
+    blocks.append(
+        Figure(
+            draw.search_map(result, figures / "search-map.png"), "As fig:best_worst_barplot, by mean log-perplexity."
+        )
+    )
     files = draw.frequencies(result, figures / "search-frequencies.png")
     blocks.append(Figure(files, "As fig:top20config_barplot and fig:bottom20config_barplot."))
     caption = "As fig:per_segment_ppl_barplot, with 95% bootstrap intervals; positive is harmful."
@@ -295,7 +325,11 @@ def _curves(result: Result, figures: Path, name: str, caption: str) -> list[Bloc
         t, ci = (
             (pair["peak_t_relative"], pair["peak_t_relative_ci"]) if relative else (pair["peak_t"], pair["peak_t_ci"])
         )
-        words.append(f"{pair['light']}: t = {t:.2f} ({ci[0]:.2f} to {ci[1]:.2f})")
+        words.append(
+            f"{pair['light']}: t = {t:.2f} ({ci[0]:.2f} to {ci[1]:.2f})"
+            if not relative or draw.above_twin(pair)
+            else f"{pair['light']}: nowhere, it is no further from the heavy model than a second seed"
+        )
         for k, at in enumerate(pair["t"]):
             optional = [pair[key][k] if pair[key] else None for key in ("kl_base", "kl_relative")]
             cells = [pair["abs_loss_diff"][k], pair["loss_diff"][k], pair["kl"][k], *optional]
@@ -364,17 +398,27 @@ def strides(result: Result, figures: Path) -> list[Block]:
         what = "light model" if row["kind"] == "light" else f"1 of {result['sparse']} steps"
         span = f"{row['from']:.3f} to {row['to']:.3f}"
         rows.append([what, span, _signed((row["loss"], *row["ci"])), _percent(row["flops_saved"])])
-    kinds = ("light", "stride")
-    loss = {kind: np.array([row["loss"] for row in result["rows"] if row["kind"] == kind]) for kind in kinds}
-    safest = {kind: int(loss_j.argmin()) for kind, loss_j in loss.items()}
-    flat = any(loss_j.std() == 0 for loss_j in loss.values())
-    both = np.nan if flat else float(np.corrcoef(loss["light"], loss["stride"])[0, 1])
     text = (
         f"One of {result['stretches']} stretches of time at a time is run by the light model, or by the heavy one in "
-        f"one of {result['sparse']} steps ({result['n']} samples each). A smaller model is safest in stretch "
-        f"{safest['light']}, larger strides in stretch {safest['stride']} (0 is the masked end)"
-        + (f"; the two profiles correlate at {both:+.2f}." if np.isfinite(both) else ".")
+        f"one of {result['sparse']} steps ({result['n']} samples each; stretch 0 is the masked end, "
+        f"{result['stretches'] - 1} the text)."
     )
+    for kind, what in (("light", "A smaller model"), ("stride", "Larger strides")):
+        by_loss = sorted((row for row in result["rows"] if row["kind"] == kind), key=lambda row: row["loss"])
+        level = sorted(row["stretch"] for row in by_loss if row["ci"][0] <= 0 <= row["ci"][1])
+        worst = by_loss[-1]
+        text += f" {what}: most costly in stretch {worst['stretch']}, {_signed((worst['loss'], *worst['ci']))}; "
+        text += f"not told apart from all-heavy in {', '.join(map(str, level)) or 'none'}."
+    first, last = (
+        [_signed((row["loss"], *row["ci"])) for row in result["rows"] if row["stretch"] == j]
+        for j in (0, result["stretches"] - 1)
+    )
+    text += f" At the masked end the light model costs {first[0]} and larger strides {first[1]}; at the text "
+    text += f"{last[0]} and {last[1]}."
+    free = {(row["kind"], row["stretch"]): row["ci"][0] <= 0 <= row["ci"][1] for row in result["rows"]}
+    ends = [(free["light", j], free["stride", j]) for j in (0, result["stretches"] - 1)]
+    if ends == [(True, False), (False, True)]:
+        text += " So the first steps take a smaller model but not larger strides, and the last ones the reverse."
     head = ["there", "t", "log-PPL against heavy", "FLOPs saved"]
     caption = "Which steps tolerate a smaller model, and which a larger stride."
     return [
@@ -386,20 +430,33 @@ def strides(result: Result, figures: Path) -> list[Block]:
 
 def tuner(result: Result, figures: Path) -> list[Block]:
     head = ["to save", "recommended", "what", "saved", "log-PPL against heavy", "best rival", "against it"]
-    rows = []
+    head += ["best mixture of the tuner's own", "saved", "its log-PPL against heavy"]
+    rows: list[list[str]] = []
+    chosen: dict[str, list[str]] = {}
     for goal in result.get("front", []):
-        rival = goal.get("best_rival")
-        item, other = goal["against_heavy"], rival and rival["against"]
+        rival, saved = goal.get("best_rival"), _percent(goal["saved_at_least"], 0)
+        chosen.setdefault(f"`{goal['schedule']}` ({goal['what']})", []).append(saved)
+        cells = [saved, goal["schedule"], goal["what"], _percent(goal["saved"]), _loss(goal["against_heavy"])]
+        if rival is None:
+            cells += ["", ""]
+        elif rival["schedule"] == goal["schedule"]:
+            cells += [rival["what"], "the same"]
+        else:
+            cells += [rival["what"], _loss(rival["against"])]
+        fits = [row for row in result["confirmed"] if row["kind"] == "mixed" and row["price"] <= goal["limit"]]
+        own = min(fits, key=lambda row: row["against_heavy"]["difference"], default=None)
         rows.append(
-            [
-                _percent(goal["saved_at_least"]), goal["schedule"], goal["what"], _percent(goal["saved"]),
-                _signed((item["difference"], *item["ci"])), rival["what"] if rival else "",
-                _signed((other["difference"], *other["ci"])) if other else "",
-            ]
-        )  # fmt: skip
+            cells
+            + (["", "", ""] if own is None else [own["what"], _percent(own["saved"]), _loss(own["against_heavy"])])
+        )
+    found = "; ".join(f"to save {' or '.join(savings)}, {what}" for what, savings in chosen.items())
+    text = f"{result['verdict']} What it recommends: {found}."
+    if result.get("front"):
+        text += f" Recommendations are chosen on one half of {result['confirmed'][0]['rows']} fresh rows and measured "
+        text += "on the other; mixtures of its own and the figure are measured on all."
     caption = "Quality against cost: schedules that the tuner made, and what simpler ways give for the same money."
     return [
-        Text(f"{result['verdict']} {_calls(result['calls'])}"),
+        Text(f"{text} {_calls(result['calls'])}"),
         Figure(draw.front(result, figures / "tuner.png"), caption),
         Table("tuner", "What the tuner recommends at each budget", head, rows),
     ]
@@ -416,13 +473,7 @@ def training(result: Result, figures: Path) -> list[Block]:
         cells = [stage["family"], tokens, f"{t:.2f} ({ci[0]:.2f} to {ci[1]:.2f})", f"{near:.3f}", f"{far:.3f}"]
         rows.append([*cells, f"{near / far:.3f}", f"{pair['loss_diff'][0]:+.4f}", f"{max(pair['loss_diff']):+.4f}"])
     moved = "moves up" if peaks[-1] > peaks[0] else "moves down" if peaks[-1] < peaks[0] else "stays"
-    text = (
-        f"With training the peak of the KL {moved}: t = {', '.join(f'{t:.2f}' for t in peaks)}. A reading: two models "
-        "agree where there is nothing to know (t = 1: frequencies alone) and where the context settles the token for "
-        "both (t → 0, once both have learnt to use it). The ratio of the heavy model's loss at the smallest t to that "
-        "at t = 1 says how much is left open there: near 0 the peak lies inside, else at t → 0. A character is settled "
-        "by its neighbours, a BPE token much less, and an untrained model settles nothing."
-    )
+    text = f"With training the peak of the KL {moved}: t = {', '.join(f'{t:.2f}' for t in peaks)}."
     head = ["family", "tokens", "peak t (95%)", "heavy loss at smallest t", "at t = 1", "ratio", "light's extra there"]
     head += ["most extra"]
     caption = "KL between light and heavy by time, and where it peaks, at several stages of training."
@@ -431,6 +482,54 @@ def training(result: Result, figures: Path) -> list[Block]:
         Figure(draw.stages(result, figures / "training.png"), caption),
         Table("training", "Stages of training", head, rows),
     ]
+
+
+def where_it_peaks(data: Mapping[str, Result]) -> list[Block]:
+    """Every family's and every stage's curve by how much the context leaves open near the text; nothing for one."""
+    curves = [(result, name) for name in ("disagreement", "second-corpus", "bpe") if (result := data.get(name))]
+    pairs = []
+    for result, name in curves:
+        found = result if name == "disagreement" else result["disagreement"]
+        if found["states"] == "data":
+            pairs.append((found["family"]["name"] or name, found["pairs"][0]))
+    pairs += [(stage["family"], stage["pair"]) for stage in data.get("training", {}).get("stages", [])]
+    if len(pairs) < 3:
+        return []
+    pairs.sort(key=lambda item: left_open(item[1]))
+    ratio, peak = np.array([(left_open(pair), pair["peak_t"]) for _, pair in pairs]).T
+    flat = ratio.std() == 0 or peak.std() == 0
+    ranks = np.nan if flat else float(np.corrcoef(_ranks(ratio), _ranks(peak))[0, 1])
+    text = (
+        "A reading. Two models agree where there is nothing to know (t = 1: frequencies alone) and where the context "
+        "settles the token for both (t → 0, once both have learnt to use it), and differ most in between. How much is "
+        "left open near the text is the heavy model's loss at the smallest t over that at t = 1. "
+        f"{pairs[0][0]} leaves least open ({ratio[0]:.3f}) and peaks at t = {peak[0]:.2f}, {pairs[-1][0]} most "
+        f"({ratio[-1]:.3f}), at t = {peak[-1]:.2f}"
+        + (f"; over these {len(pairs)} curves the two have a rank correlation of {ranks:+.2f}." if not flat else ".")
+    )
+    rows = []
+    for name, pair in pairs:
+        near, far, (low, high) = pair["loss_heavy"][0], pair["loss_heavy"][-1], pair["peak_t_ci"]
+        cells = [name, f"{pair['light']} and {pair['heavy']}", f"{near:.3f}", f"{far:.3f}", f"{near / far:.3f}"]
+        rows.append([*cells, f"{pair['peak_t']:.2f} ({low:.2f} to {high:.2f})"])
+    head = [
+        "family",
+        "models",
+        f"heavy loss at t = {pairs[0][1]['t'][0]:.2f}",
+        "at t = 1",
+        "ratio",
+        "KL's peak t (95%)",
+    ]
+    return [Text(text), Table("peaks", "Where the KL of two models peaks, by what is left open", head, rows)]
+
+
+def left_open(pair: Mapping[str, Any]) -> float:
+    return float(pair["loss_heavy"][0] / pair["loss_heavy"][-1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks, equal values sharing theirs."""
+    return np.array([(values < value).sum() + ((values == value).sum() - 1) / 2 for value in values])
 
 
 SECTIONS: dict[str, Callable[[Result, Path], list[Block]]] = {
@@ -442,6 +541,7 @@ SECTIONS: dict[str, Callable[[Result, Path], list[Block]]] = {
     "prefixes": prefixes,
     "disagreement": disagreement,
     "second-corpus": second_corpus,
+    "bpe": bpe,
     "precision": precision,
     "strides": strides,
     "tuner": tuner,

@@ -57,7 +57,8 @@ FLAGS = {
     | {"--fresh", "--device"},
     "compose": COMMON
     | {"--family", "--rules", "--steps", "--schedules", "-n", "--n", "--length", "--judge", "--light", "--heavy"}
-    | {"--batch-size", "--store", "--fresh", "--recorded", "--plot", "--markdown", "--seed", "--device"},
+    | {"--batch-size", "--store", "--fresh", "--stored-only", "--recorded", "--plot", "--markdown"}
+    | {"--seed", "--device"},
     "search": COMMON
     | {"--family", "--budget", "--max-loss", "--light-segments", "--segments", "--models", "--densities", "-n", "--n"}
     | {"--confirm", "--rows", "-T", "--steps", "--length", "--prompts", "--judge", "--recipe", "--text", "--quick"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from relaylm import cli, compose_view
-from relaylm.compose import _combine, answer, cells, compose, kind_of, pareto
+from relaylm.compose import _combine, answer, cells, combinations, compose, kind_of, pareto
 from relaylm.denoiser import Architecture, Transformer
 from relaylm.errors import UserError
 from relaylm.family import Family
@@ -168,6 +168,53 @@ def test_a_store_resumes(family: Family, tmp_path: Path, monkeypatch: pytest.Mon
     assert len(drawn) == 6  # another seed is another grid
 
 
+def test_what_the_store_has_is_shown_without_sampling(
+    family: Family, result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import relaylm.compose as module
+
+    def grid(rules: list[str], steps: tuple[int, ...], **options: Any) -> dict[str, Any]:
+        return compose(family, rules, steps, None, 10, seed=4, store=tmp_path / "s", progress=False, **options)
+
+    whole = grid(["ancestral", "low-confidence:4"], (3, 12))
+    assert whole["missing"] == []
+    monkeypatch.setattr(module, "sample", lambda *args, **options: pytest.fail("sampled"))
+    again = grid(["ancestral", "low-confidence:4"], (3, 12), stored_only=True)
+    assert again == whole
+    # A rule, and a number of steps, that were never reached: what is there is told as if nothing else had been asked.
+    more = grid(["ancestral", "low-confidence:4", "random"], (3, 6, 12), stored_only=True)
+    assert [more[name] for name in ("rows", "combinations", "answer")] == [
+        whole[name] for name in ("rows", "combinations", "answer")
+    ]
+    missing = {(cell["line"], cell["dial"]) for cell in more["missing"]}
+    assert missing == {("ancestral", "T=6"), ("low-confidence:4", "T=6")} | {("random", f"T={t}") for t in (3, 6, 12)}
+    assert len(more["missing"]) == 25 and "25 of 45 cells not measured" in compose_view.render(more)
+    with pytest.raises(UserError, match="none of the 5 cells"):
+        grid(["random"], (3,), stored_only=True)
+    with pytest.raises(UserError, match="--store FOLDER"):
+        compose(family, ["random"], (3,), None, 10, stored_only=True)
+    with pytest.raises(UserError, match="without --fresh"):
+        grid(["ancestral"], (3,), stored_only=True, fresh=True)
+
+
+def test_a_combination_needs_its_four_cells(family: Family, result: dict[str, Any]) -> None:
+    grid = cells(family, ["ancestral"], (3, 12), None, "1b", "3b")
+    rows = [row for row in result["rows"] if row["line"] == "ancestral"]
+    per_row = [{"log_ppl": np.arange(10.0), "entropy": np.arange(10.0)} for _ in grid]
+    assert [(cell.dial, cell.label) for cell in grid] == [(row["dial"], row["schedule"]) for row in rows]
+
+    def without(*gone: tuple[str, str]) -> list[tuple[str, str]]:
+        kept = [k for k, cell in enumerate(grid) if (cell.dial, cell.label) not in gone]
+        found = combinations([grid[k] for k in kept], [rows[k] for k in kept], [per_row[k] for k in kept], "3b")
+        return [(item["dial"], item["schedule"]) for item in found]
+
+    whole = [("T=3", name) for name in ("sandwich:25%", "sandwich:50%", "2b", "light")]
+    assert without() == whole
+    assert without(("T=12", "light")) == without(("T=3", "light")) == whole[:3]
+    assert without(("T=3", "heavy")) == []  # the dial alone
+    assert without(("T=3", "heavy"), ("T=12", "heavy")) == []
+
+
 def test_tables_marks_and_figures(result: dict[str, Any], tmp_path: Path) -> None:
     shown = compose_view.render(result, 160)
     assert shown.startswith(result["answer"]) and shown.count("\n") == len(result["rows"]) + 4
@@ -181,7 +228,17 @@ def test_tables_marks_and_figures(result: dict[str, Any], tmp_path: Path) -> Non
     assert "changed." in document.read_text() and result["answer"] not in document.read_text()
     compose_view.put_into(result, document)
     assert document.read_text() == once
-    drawn = compose_view.plot(result, tmp_path / "grid.png")
+    # Seconds that mean nothing, cells that are not there, text to compare with, and what else is to be said.
+    rows = [{**result["rows"][0], "seconds": None, "front": True}, *result["rows"][1:]]
+    gone = [{"line": "random", "dial": "T=3", "schedule": "light"}]
+    text = {**result["rows"][0], "gen_ppl": 2.5, "gen_ppl_ci": [2.4, 2.6], "entropy": 1.25, "word_entropy": 0.5}
+    told = {**result, "rows": rows, "missing": gone, "heldout": {**text, "distinct_4": 0.75}, "note": "A word more."}
+    first = next(line for line in compose_view.render(told, 160).splitlines() if line.startswith("*"))
+    assert first.endswith(" -")
+    expected = "perplexity 2.50 ± 0.10, entropy 1.250, of words 0.500, distinct-4 0.750"
+    for shown in (compose_view.render(told, 160), compose_view.markdown(told)):
+        assert expected in shown and "1 of 41 cells not measured: random T=3 light" in shown and "A word more." in shown
+    drawn = compose_view.plot(told, tmp_path / "grid.png")
     assert [path.name for path in drawn] == ["grid.png", "grid-both.png"]
     assert all(path.stat().st_size > 20_000 for path in drawn)
 
@@ -206,11 +263,20 @@ def test_the_command_and_its_recorded_file(tmp_path: Path, capsys: pytest.Captur
     from relaylm.family_folder import save_family
 
     save_family(tmp_path / "toy", family.models, family.tokenizer, length=12, name="toy", judge=family.judge)
+    text = "the cat sat on the mat and the dog ran off " * 3
+    (tmp_path / "toy" / "heldout.txt").write_text(text)
     target, page = tmp_path / "grid.json", tmp_path / "page.md"
     words = ["--rules", "ancestral,threshold:0.3", "--steps", "2,4", "--schedules", "light", "-n", "3"]
     assert cli.main(["compose", "--family", str(tmp_path / "toy"), *words, "--json", str(target)]) == 0
     shown = capsys.readouterr().out
     assert {"command", "machine", "versions", "commit"} <= set(json.loads(target.read_text()))
+    # Three rows of held-out text, spread over it, judged as samples are.
+    rows = [text[start : start + 12] for start in (0, 36, 72)]
+    tokens = np.array([family.tokenizer.encode(row) for row in rows])
+    scores = score(load_judge(None, family), tokens, rows)
+    found = json.loads(target.read_text())["heldout"]
+    assert found["rows"] == 3 and "held-out text: perplexity" in shown
+    assert found["gen_ppl"] == pytest.approx(np.exp(scores.written_nll_n / scores.written_count_n).mean(), rel=1e-4)
     recorded = ["compose", "--recorded", str(target), "--markdown", str(page)]
     assert cli.main(recorded) == 0 and capsys.readouterr().out == shown and "| ancestral |" in page.read_text()
     (tmp_path / "other.json").write_text("{}")

@@ -103,6 +103,37 @@ def test_trunk_and_head_kernels_against_the_plain_network() -> dict[str, float]:
     return {"kl_kernels": kl, "kl_plain_bf16": kl_without}
 
 
+def test_trunk_kernels_in_every_way_they_go() -> dict[str, float]:
+    """No more error than plain bfloat16 has: with the rotation in the product and beside it (heads too wide, too few),
+    own attention and PyTorch's, last blocks with and without values, one block, a bias, a narrow stream."""
+    worst = {}
+    for length, width, heads, depth, places, bias, narrow in (
+        (128, 256, 4, 3, 3, True, False),
+        (100, 256, 4, 3, 16, False, True),
+        (64, 256, 2, 2, 17, True, False),
+        (320, 256, 16, 2, 5, False, False),
+        (10, 256, 32, 2, 4, True, False),
+        (64, 224, 7, 1, 1, False, False),
+    ):
+        generator = torch.Generator().manual_seed(5)
+        model = Transformer(Architecture(60, length, width, depth, heads, qkv_bias=bias)).initialise(generator).eval()
+        for parameter in model.requires_grad_(False).parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+        tokens = torch.randint(0, 60, (length, 6), generator=generator).T  # not in the order of memory
+        positions, t = torch.randint(0, length, (6, places), generator=generator), torch.ones(6)
+        with settings("cuda"):
+            want = model.hidden_at(tokens, t, positions)
+        model.cuda().cast(torch.bfloat16).narrow = narrow
+        with settings("cuda"):
+            got = model.hidden_at(tokens.cuda(), t.cuda(), positions.cuda()).float().cpu()
+            everywhere = model.hidden_at(tokens.cuda(), t.cuda(), None).float().cpu()  # without positions: no kernel
+        plain = everywhere.gather(1, positions[..., None].expand(-1, -1, width))
+        off, off_plain = (float((x - want).norm() / want.norm()) for x in (got, plain))
+        assert off < 1.5 * off_plain + 1e-3, (length, width, heads, depth, places, off, off_plain)
+        worst[f"{depth} x {width}, {heads} heads, L={length}, k={places}"] = off
+    return worst
+
+
 def test_up_gelu_kernel_against_float64() -> dict[str, float]:
     """The MLP's first product on tiles of its own, at a number of rows that is no multiple of them."""
     generator = torch.Generator().manual_seed(3)

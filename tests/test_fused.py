@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relaylm import fused, fused_kernels, kernels
+from relaylm import attention_kernels, fused, fused_kernels, kernels, products
 from relaylm.denoiser import Architecture, Transformer
 from relaylm.objective import Objective, _places_of
 from relaylm.recipe import Recipe
@@ -85,7 +85,7 @@ if ON_CUDA:  # Kernels are compiled for each shape, which takes most of the time
 
 @pytest.fixture(autouse=True)
 def _settings_come_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module, name in ((fused_kernels, "OWN_ATTENTION_UP_TO"), (fused, "SMALL_VOCABULARY"), (fused, "trunk")):
+    for module, name in ((attention_kernels, "OWN_ATTENTION_UP_TO"), (fused, "SMALL_VOCABULARY"), (fused, "trunk")):
         monkeypatch.setattr(module, name, getattr(module, name))
     yield
 
@@ -128,7 +128,7 @@ def measured(name: str, residual: torch.dtype, own: bool) -> dict[str, tuple[flo
     """How far the final norm and each gradient are from float64, and how far they may be. In bfloat16 the yardstick is
     what plain autocast, with a float32 stream, is off by."""
     architecture, rows = CASES[name]
-    fused_kernels.OWN_ATTENTION_UP_TO = 1 << 20 if own else 0
+    attention_kernels.OWN_ATTENTION_UP_TO = 1 << 20 if own else 0
     model, (tokens, gradient) = network(architecture), inputs(architecture, rows)
     computed = torch.bfloat16 if ON_CUDA else torch.float32
     made = fused.trunk(model, tokens, residual, computed)
@@ -191,9 +191,9 @@ def test_attention_gradients() -> None:
         turn = torch.polar(torch.ones_like(angle), -angle).to(torch.complex128)[:, None, None]
         turned = torch.view_as_real(torch.complex(want[:, :, :2, :, 0], want[:, :, :2, :, 1]) * turn)
         want[:, :, :2] = turned.movedim(-1, -2)
-        out, normaliser = fused_kernels.attention(qkv, heads, causal)
+        out, normaliser = attention_kernels.attention(qkv, heads, causal)
         assert float((out - attended.detach()).norm() / attended.detach().norm()) < allowed
-        for made in (fused_kernels.whole_row_gradient, fused_kernels.two_pass_gradient):
+        for made in (attention_kernels.whole_row_gradient, attention_kernels.two_pass_gradient):
             got = made(qkv, out, normaliser, dout, angle.cos(), angle.sin(), heads, causal).double().view(want.shape)
             assert float((got - want).norm() / want.norm()) < allowed, (made.__name__, length)
 
@@ -201,11 +201,52 @@ def test_attention_gradients() -> None:
 def test_which_gradient_kernel() -> None:
     """One program has room for 256 positions of a head of 64, and not for twice as much of either."""
     whole, two = "whole_row_gradient", "two_pass_gradient"
-    for length, dim, want in ((256, 64, whole), (129, 64, whole), (257, 64, two), (256, 128, two), (300, 16, two)):
-        with mock.patch.multiple(fused_kernels, **{whole: mock.Mock(), two: mock.Mock()}):
+    cases = ((256, 64, whole), (129, 64, whole), (257, 64, two), (256, 128, two), (300, 16, two))
+    small = 101_376  # bytes of shared memory on a desktop card: there never
+    for memory, (length, dim, want) in itertools.product((products.SHARED_MEMORY, small), cases):
+        with (
+            mock.patch.multiple(attention_kernels, **{whole: mock.Mock(), two: mock.Mock()}),
+            mock.patch.object(products, "shared_memory", return_value=memory),
+        ):
             x = torch.empty(1, length, 3 * 2 * dim)
-            fused_kernels.attention_gradient(x, x, x, x, x, x, 2, False)
-            assert getattr(fused_kernels, want).called, (length, dim)
+            attention_kernels.attention_gradient(x, x, x, x, x, x, 2, False)
+            assert getattr(attention_kernels, two if memory == small else want).called, (length, dim)
+
+
+def test_gradients_where_all_scores_are_far_below_zero() -> None:
+    """Rows that do not fill a tile: what is beyond them is as if its score were 0, far above all others, and must not
+    come in."""
+    kind, (rows, length, heads, dim) = torch.bfloat16 if ON_CUDA else torch.float32, (1, 37, 1, 16)
+    qkv = torch.randn(rows, length, 3 * dim, generator=torch.Generator().manual_seed(8))
+    qkv[..., :dim], qkv[..., dim : 2 * dim] = qkv[..., :dim].sign() * 0.01 + 8, qkv[..., dim : 2 * dim] * 0.01 - 8
+    qkv, angle = qkv.to(DEVICE, kind), torch.zeros(length, dim // 2, device=DEVICE)
+    out, normaliser = attention_kernels.attention(qkv, heads, False)
+    assert float(normaliser.max()) < -130  # 2^130 is no float32
+    made = [
+        gradient(qkv, out, normaliser, torch.ones_like(out), angle.cos(), angle.sin(), heads, False)
+        for gradient in (attention_kernels.whole_row_gradient, attention_kernels.two_pass_gradient)
+    ]
+    assert all(gradient.isfinite().all() for gradient in made)
+
+
+def test_attention_of_a_few_queries() -> None:
+    """Without values, the last block of the sampler's trunk: against attention with them, in float64."""
+    kind, allowed = (torch.bfloat16, 0.01) if ON_CUDA else (torch.float32, 1e-6)
+    generator = torch.Generator().manual_seed(9)
+    shapes = ((2, 3, 64, 2, 32), (3, 1, 300, 1, 16), (2, 16, 5, 3, 16), (1, 7, 256, 2, 64))
+    for (b, k, length, heads, dim), has_bias in itertools.product(shapes, (False, True)):
+        width = heads * dim
+        assert kernels.pools(k, dim)
+        query = torch.randn(b, k, heads, dim, generator=generator).to(DEVICE, kind)
+        key, h = torch.randn(2, b, length, width, generator=generator).to(DEVICE, kind)
+        weight = (torch.randn(width, width, generator=generator) / width**0.5).to(DEVICE, kind)
+        bias = torch.randn(width, generator=generator).to(DEVICE, kind) if has_bias else None
+        got = kernels.attend_few(query, key, h, weight, bias).double()
+        value = h.double() @ weight.double().T + (0.0 if bias is None else bias.double())
+        q, k_, v = query.double().transpose(1, 2), *(x.double().view(b, length, heads, dim) for x in (key, value))
+        want = F.scaled_dot_product_attention(q, k_.transpose(1, 2), v.transpose(1, 2))
+        want = want.transpose(1, 2).reshape(b * k, width)
+        assert float((got - want).norm() / want.norm()) < allowed, (b, k, length, heads, dim, has_bias)
 
 
 def test_first_block_from_tables() -> None:
@@ -338,7 +379,7 @@ if __name__ == "__main__":
         if not made[worst][0] < made[worst][1]:
             failed.append(title)
             print(*(f"  {key} {off:.2e} of {allowed:.2e}" for key, (off, allowed) in made.items()), sep="\n")
-    fused_kernels.OWN_ATTENTION_UP_TO = 256
+    attention_kernels.OWN_ATTENTION_UP_TO = 256
     for name, test in list(globals().items()):
         if name.startswith("test_") and name != "test_final_norm_and_gradients":
             test()

@@ -24,7 +24,8 @@ from relaylm.experiments import SCALES, Setup, contrasts
 from relaylm.family import Family
 from relaylm.family_folder import save_family
 from relaylm.reference import truncation_weight
-from relaylm.reproduce_figures import against, segments_label
+from relaylm.reproduce_figures import above_twin, against, segments_label
+from relaylm.sections import where_it_peaks
 from relaylm.tokenizer import Text8Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -73,6 +74,12 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
 def run(families: dict[str, Family], out: Path, only: list[str] | None = None, **options: Any) -> dict[str, Any]:
     others = {"second": families["second"], "bpe": families["main"], "stages": [families["late"], families["early"]]}
     return reproduce.reproduce(families["main"], options.pop("scale", TOY), out, only=only, **{**others, **options})
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A report without the kept results, whose figures take seconds."""
+    monkeypatch.setattr(reproduce, "COMMITTED", tmp_path / "nothing")
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +201,76 @@ def test_order_in_two_places() -> None:
     assert verdict_of("The ranking", data) == "not confirmed"
 
 
+def test_the_order_is_compared_with_that_of_the_same_light_model() -> None:
+    swapped = {**PAPERLIKE, "quarter:1": PAPERLIKE["quarter:2"], "quarter:2": PAPERLIKE["quarter:1"]}
+    data = {
+        "schedules": {"by_light": {"4b": fake(PAPERLIKE), "8b": fake(swapped)}},
+        "bpe": {"schedules": {"by_light": {"8b": fake(swapped, seed=1)}}},
+    }
+    assert verdict_of("The ranking", data) == "confirmed"
+    data["bpe"] = {"schedules": {"by_light": {"4b": fake(swapped, seed=1)}}}
+    assert verdict_of("The ranking", data) == "not confirmed"
+    data["bpe"] = {"schedules": {"by_light": {"6b": fake(PAPERLIKE, seed=1)}}}  # no such light model: the first one
+    assert verdict_of("The ranking", data) == "confirmed"
+
+
+def tuned(sandwich: float, fewer: float, half: float) -> dict[str, Any]:
+    """A tuner's result with one budget, its rivals at known distances from all-heavy."""
+
+    def row(what: str, steps: int, price: float, loss: float) -> dict[str, Any]:
+        item = {"difference": loss, "ci": [loss - half, loss + half]}
+        return {"what": what, "kind": "rival", "steps": steps, "price": price, "against_heavy": item}
+
+    rows = [
+        row("sandwich", 256, 79.0, sandwich),
+        row("12b alone in 200 steps", 200, 80.0, fewer),
+        row("12b alone in 100 steps", 100, 40.0, 9.0),  # spends less than it may
+        row("10b alone", 256, 81.0, -9.0),  # spends more than it may
+    ]
+    return {"steps": 256, "front": [{"limit": 80.0, "saved_at_least": 0.2}], "confirmed": rows}
+
+
+def test_the_tuners_rivals_are_told_apart_only_where_both_intervals_are_cleared() -> None:
+    def findings(*numbers: float) -> list[Finding]:
+        found = verdicts({"tuner": tuned(*numbers)})
+        return list(next(v for v in found if v.claim.name.startswith("Nothing simpler")).findings)
+
+    assert [finding.says for finding in findings(0.10, 0.05, 0.02)] == [False]
+    assert [finding.says for finding in findings(0.05, 0.10, 0.02)] == [True]
+    assert [finding.says for finding in findings(0.10, 0.05, 0.03)] == [None]
+    (finding,) = findings(0.10, 0.05, 0.02)
+    assert (
+        finding.where == "tuner, 20% saved"
+        and "12b alone in 200 steps -0.0500 (-0.0900 to -0.0100)" in finding.evidence
+    )
+
+
+def curve(peak: float, ratio: float, relative: list[float] | None = None) -> dict[str, Any]:
+    found = {"light": "4b", "heavy": "12b", "t": [0.05, 0.5, 1.0], "loss_heavy": [3 * ratio, 2.0, 3.0]}
+    found |= {"kl": [0.1, 0.2, 0.0], "peak_t": peak, "peak_t_ci": [peak, peak]}
+    return {**found, "kl_relative_ci": None if relative is None else [[v, v + 0.1] for v in relative]}
+
+
+def test_no_peak_is_named_where_a_model_is_as_close_as_the_twin() -> None:
+    assert above_twin(curve(0.5, 0.1, [0.01, 0.03, 0.0]))
+    assert not above_twin(curve(0.5, 0.1, [-0.1, -0.01, 0.001]))  # a hundredth of the KL is 0.002
+
+
+def test_peaks_of_families_and_stages_side_by_side() -> None:
+    def family(name: str, *numbers: float) -> dict[str, Any]:
+        return {"states": "data", "family": {"name": name}, "pairs": [curve(*numbers)]}
+
+    stages = {"stages": [{"family": "early", "pair": curve(0.05, 0.9)}, {"family": "late", "pair": curve(0.4, 0.2)}]}
+    data: dict[str, Any] = {"disagreement": family("chars", 0.5, 0.1), "training": stages}
+    data["bpe"] = {"disagreement": family("tokens", 0.1, 0.4)}
+    text, table = where_it_peaks(data)
+    assert isinstance(text, document.Text) and isinstance(table, document.Table)
+    assert [row[0] for row in table.rows] == ["chars", "late", "tokens", "early"]
+    assert [row[4] for row in table.rows] == ["0.100", "0.200", "0.400", "0.900"]
+    assert "4 curves" in text.text and "rank correlation of -1.00" in text.text
+    assert where_it_peaks({"disagreement": family("chars", 0.5, 0.1)}) == []  # nothing to compare
+
+
 def test_entropy_is_the_same_only_if_its_interval_says_so() -> None:
     result = fake(PAPERLIKE)
     rows = {row["schedule"]: row for row in result["rows"]}
@@ -242,7 +319,7 @@ def test_the_report_is_whole_and_self_contained(whole: tuple[Path, dict[str, Any
     for experiment in reproduce.EXPERIMENTS:
         assert f"## {experiment.title}" in text
         assert all(label in text for label in experiment.paper)
-    assert "it was not asked for" in text.split("## What the tuner finds")[1].split("##")[0]
+    assert "**From the results kept with the project.**" in text.split("## What the tuner finds")[1].split("##")[0]
     for slip in paper.slips():
         assert slip.found in text
     rows = list(csv.reader((out / "tables" / "claims.csv").open()))
@@ -279,6 +356,18 @@ def test_the_numbers_are_those_of_a_comparison_by_hand(
     assert (first["from"], first["to"]) == (1.0, 0.875)
 
 
+def test_the_family_of_tokens_has_the_experiments_of_the_first(
+    whole: tuple[Path, dict[str, Any]], families: dict[str, Family]
+) -> None:
+    """`--bpe` and `--family` are the same here, so both find the same; which family comes first is no matter."""
+    out, _ = whole
+    found = data_of(out, "bpe")["result"]
+    for name in ("schedules", "disagreement"):
+        assert timeless(found[name]) == timeless(data_of(out, name)["result"])
+    again = reproduce.reproduce(families["second"], TOY, out, only=["bpe"], bpe=families["main"])
+    assert again["experiments"]["bpe"]["status"] == "kept" and data_of(out, "bpe")["family"]["name"] == "main"
+
+
 def test_prefixes_continue_held_out_text(whole: tuple[Path, dict[str, Any]]) -> None:
     out, _ = whole
     result = data_of(out, "prefixes")["result"]
@@ -312,6 +401,7 @@ def test_what_is_there_is_not_run_again(
     assert (out / "report.md").read_text() == text
 
 
+@pytest.mark.usefixtures("alone")
 def test_an_interrupted_run_goes_on_where_it_was(
     whole: tuple[Path, dict[str, Any]], families: dict[str, Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +435,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
         assert timeless(data_of(tmp_path, name)["result"]) == timeless(data_of(out, name)["result"])
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("early", [True, False])
 def test_a_search_that_is_stopped_is_not_taken_for_a_whole_one(
     families: dict[str, Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: bool
@@ -365,6 +456,7 @@ def test_a_search_that_is_stopped_is_not_taken_for_a_whole_one(
     assert len(asked) == (1 if early else 2) and not list((tmp_path / "data").iterdir())
 
 
+@pytest.mark.usefixtures("alone")
 def test_other_settings_are_run_anew(families: dict[str, Family], tmp_path: Path) -> None:
     for options, status in (
         ({}, "ran"),
@@ -376,6 +468,7 @@ def test_other_settings_are_run_anew(families: dict[str, Family], tmp_path: Path
         assert found["experiments"]["disagreement"]["status"] == status
 
 
+@pytest.mark.usefixtures("alone")
 def test_damaged_data_is_made_again(families: dict[str, Family], tmp_path: Path) -> None:
     run(families, tmp_path, ["disagreement"])
     (tmp_path / "data" / "disagreement.json").write_text('{"format": 1, "result": ')
@@ -396,6 +489,7 @@ def test_what_a_family_cannot_show_comes_from_kept_results_and_is_marked(
     text = (tmp_path / "a" / "report.md").read_text()
     assert found["experiments"]["second-corpus"]["status"] == "not run" and "(--second)" in text
     assert "(--bpe)" in text and "(--stages)" in text and found["shown"] == {"disagreement": "own"}
+    assert "it was not asked for" in text.split("## What the tuner finds")[1].split("##")[0]
 
     monkeypatch.setattr(reproduce, "COMMITTED", out / "data")
     found = run(families, tmp_path / "b", names, **options)
@@ -425,6 +519,7 @@ def test_a_failure_is_reported_and_raised_and_the_rest_is_done(
     assert "Not shown: ZeroDivisionError: seven" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_family_in_memory_needs_no_store_and_no_text(tmp_path: Path) -> None:
     family = Family({"1b": network(1, 1), "2b": network(2, 2)}, 27, 28, LENGTH, Text8Tokenizer(), "memory")
     family.judge = network(1, 50, causal=True)

@@ -1,4 +1,4 @@
-"""Numbers in the README are those of the recorded results."""
+"""Numbers in the README and the documents are those of the recorded results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from relaylm import compose, metrics
+from relaylm.bound import spread_rows
+from relaylm.family import Family
+from relaylm.judge import load_judge, score
+from relaylm.reproduce_figures import against
+from relaylm.sections import left_open
+from relaylm.text import read_text
 
 ROOT = Path(__file__).parent.parent
 
@@ -94,13 +104,22 @@ def test_what_is_said_of_books_and_bpe() -> None:
     assert all(row["against_recommended"]["ci"][0] > 0 for row in losers)
     first, second, third = (hundredths(row["against_recommended"]) for row in losers)
     assert f"beats the sandwich by {first}, 8 blocks alone by {second} and 12 blocks in 61 steps by {third}" in text
-    half = by[2]["8b:78"]["against_sandwich"]["ci"]
-    assert half[0] < 0 < half[1]
+    for rival in ("against_sandwich", "against_recommended"):
+        low, high = by[2]["8b:78"][rival]["ci"]
+        assert low < 0 < high
+    assert not any(
+        row["kind"] == "mixed" and row["against_recommended"]["ci"][1] < 0
+        for budget in bpe["all"]
+        for row in budget["rows"]
+    )
     tuned = {run["schedule"]: run for run in books["two"]["tune"]}
     value, interval = hundredths(tuned["4b:25 12b:78 4b:25"]["against_winner"], -1).split(" ", 1)
     assert f"is {value} hundredths better than that winner {interval}" in text
     names = json.loads((ROOT / "results" / "search" / "books-char-210.json").read_text())
     assert names["top_frequency"]["4b"][0] == 1 and names["bottom_frequency"]["4b"][0] == 0
+    shares = {family: searched(family)["two"]["calls"]["ratio"] for family in ("books-char", "wiki-bpe")}
+    assert f"tree took {shares['books-char']:.0%} of the calls" in text
+    assert f"sharing, {shares['wiki-bpe']:.0%} of the calls" in text
     spread = hundredths(bpe["two"]["worst_against_winner"])
     assert f"worst of the 210 it is {spread.replace(' (', ' hundredths (')}" in text
     assert all(low < 0 < high for low, high in bpe["two"]["influence_ci"]["4b"])
@@ -187,6 +206,226 @@ def test_quality_table_of_the_readme() -> None:
     assert rows["8b"]["gen_ppl_ci"][1] < rows["sandwich:50%"]["gen_ppl"]  # what the text below the table says
 
 
+def recorded(name: str) -> dict[str, Any]:
+    return dict(json.loads((ROOT / "results" / "reproduce" / "data" / f"{name}.json").read_text())["result"])
+
+
+def test_what_the_reproduction_says_of_sandwich_strides_and_tuner() -> None:
+    text = " ".join((ROOT / "docs" / "reproduce.md").read_text().split())
+
+    def said(value: float, low: float, high: float) -> str:
+        return f"({value:+.4f}, {low:+.4f} to {high:+.4f}"
+
+    books, tokens = recorded("second-corpus")["schedules"], recorded("bpe")["schedules"]["by_light"]["4b"]
+    for result in (books, tokens):
+        assert said(*against(result["contrasts"], "sandwich", "quarter:1")) in text
+    contest = next(c for c in tokens["rivals"] if (c["schedule"], c["rival"]) == ("sandwich", "H171"))
+    low, high = contest["ci"]
+    assert f"is {-contest['difference']:.4f} better there ({-high:.4f} to {-low:.4f})" in text
+    assert contest["outcome"] == "level" and f"(p = {contest['p_holm']:.2f})" in text and len(tokens["rivals"]) == 20
+    beats = [*recorded("prefixes")["by_prefix"].values(), recorded("schedules")["by_light"]["4b"]]
+    assert all(against(r["contrasts"], "sandwich", f"quarter:{k}")[2] < 0 for r in beats for k in (1, 2, 3, 4))
+    rows = {(row["kind"], row["stretch"]): (row["loss"], *row["ci"]) for row in recorded("strides")["rows"]}
+    assert said(*rows["light", 0]) in text and said(*rows["stride", 0]) in text and said(*rows["light", 7]) in text
+    assert f"against {said(*rows['stride', 7])[1:]}" in text
+    worst = max((row for row in rows if row[0] == "light"), key=lambda row: rows[row][0])
+    assert worst[1] in (3, 4) and f"up to {rows[worst][0]:+.4f}" in text
+    front = recorded("tuner")["front"]
+    names = ["sandwich", "sandwich", *["12b alone in 106 steps"] * 2, "12b alone in 85 steps"]
+    assert [goal["what"] for goal in front] == names and [goal["rows"] for goal in front] == [35] * 5
+
+
+def test_what_the_reproduction_says_of_peaks() -> None:
+    text = " ".join((ROOT / "docs" / "reproduce.md").read_text().split())
+    first = {name: recorded(name)["pairs"][0] for name in ("disagreement",)}
+    first |= {name: recorded(name)["disagreement"]["pairs"][0] for name in ("second-corpus", "bpe")}
+    stages = [stage["pair"] for stage in recorded("training")["stages"]]
+    assert f"`wiki-char` {left_open(first['disagreement']):.3f} and t = {first['disagreement']['peak_t']:.2f}" in text
+    assert (
+        f"`books-char` {left_open(first['second-corpus']):.3f} and t = {first['second-corpus']['peak_t']:.2f}" in text
+    )
+    kl = first["bpe"]["kl"]
+    assert f"On `wiki-bpe` it leaves {left_open(first['bpe']):.3f} open" in text and kl == sorted(kl, reverse=True)
+    assert f"{left_open(stages[1]):.3f} and t = {stages[1]['peak_t']:.2f} after 260 steps" in text
+    assert f"{left_open(stages[2]):.3f} and {stages[2]['peak_t']:.2f} after 1,040" in text
+    assert f"{left_open(stages[4]):.3f} and {stages[4]['peak_t']:.2f} at the end" in text
+    report = (ROOT / "results" / "reproduce" / "report.md").read_text()
+    assert "over these 8 curves the two have a rank correlation of -0.90" in report and "correlation is -0.90" in text
+    tokens = recorded("bpe")["schedules"]["by_light"]["4b"]["contrasts"]
+    costs = [f"{against(tokens, f'quarter:{k}', 'heavy')[0]:+.3f}" for k in (1, 2, 3, 4)]
+    assert f"in the first quarter cost {costs[0]}, less than in each of the others ({', '.join(costs[1:])})" in text
+    assert all(against(tokens, f"quarter:{k}", "quarter:1")[1] > 0 for k in (2, 3, 4))
+    for a, b in ((2, 3), (2, 4), (3, 4)):
+        _, low, high = against(tokens, f"quarter:{a}", f"quarter:{b}")
+        assert low < 0 < high
+
+
+def composed() -> tuple[dict[str, Any], dict[tuple[str, str, str], Any], dict[tuple[str, str, str], Any], str]:
+    """The grid, its cells and its combinations by rule, dial and schedule, and what the document says of them."""
+    found = json.loads((ROOT / "results" / "compose" / "wiki-char.json").read_text())
+    cells, both = (
+        {(item["line"], item["dial"], item["schedule"]): item for item in found[name]}
+        for name in ("rows", "combinations")
+    )
+    text = (ROOT / "docs" / "decoding.md").read_text().split("<!-- compose wiki-char: begin -->")[0]
+    return found, cells, both, " ".join(text.split())
+
+
+def test_what_the_decoding_document_says_of_rules() -> None:
+    found, cells, _, text = composed()
+
+    def ppl(line: str, dial: str, schedule: str = "heavy") -> str:
+        return f"{cells[line, dial, schedule]['gen_ppl']:.2f}"
+
+    def words(line: str, dial: str) -> str:
+        return f"{cells[line, dial, 'heavy']['word_entropy']:.3f}"
+
+    def share(one: tuple[str, str, str], other: tuple[str, str, str], what: str = "flops") -> float:
+        return float(cells[one][what] / cells[other][what])
+
+    def apart(one: tuple[str, str, str], other: tuple[str, str, str]) -> bool:
+        """Do two cells' log-perplexities differ by more than the 95% interval of the difference?"""
+        low, high = zip(*(cells[cell]["log_ppl_ci"] for cell in (one, other)), strict=True)
+        margin = sum(((b - a) / 2) ** 2 for a, b in zip(low, high, strict=True)) ** 0.5
+        return bool(abs(cells[one]["log_ppl"] - cells[other]["log_ppl"]) > margin)
+
+    plain, cut, again = "ancestral", "ancestral@0.9", "remdm-cap:0.008"
+    real = found["heldout"]
+    assert f"Held-out text has {real['gen_ppl']:.2f} and {real['word_entropy']:.3f}" in text
+
+    dials = ("T=256", "T=32", "T=8")
+    first, second, third = (f"{ppl(plain, dial)} and {words(plain, dial)}" for dial in dials)
+    assert f"have {first} in 256 steps, {second} in 32, {third} in 8" in text
+    few = (plain, "T=8", "light"), (plain, "T=8", "heavy")
+    assert f"({ppl(*few[0])}) for {share(*few):.0%} of the FLOPs" in text and not apart(*few)
+
+    first, second, third = (f"from {ppl(plain, dial)} to {ppl(cut, dial)}" for dial in dials)
+    assert f"{first} in 256 steps, {second} in 32 and {third} in 8" in text
+    assert all(share((cut, dial, "heavy"), (plain, dial, "heavy")) == 1 for dial in dials)
+    cheaper = (cut, "T=32", "heavy"), (plain, "T=256", "heavy")
+    assert f"below 256 without it for {share(*cheaper):.0%} of the FLOPs" in text and apart(*cheaper)
+    assert f"of words from {words(plain, 'T=256')} to {words(cut, 'T=256')} in 256 steps" in text
+    letters = [cells[line, "T=256", "heavy"]["entropy"] for line in (plain, cut)]
+    assert f"from {letters[0]:.3f} to {letters[1]:.3f}, past the text's {real['entropy']:.3f}" in text
+    assert letters[1] < real["entropy"] < letters[0] and real["word_entropy"] < float(words(cut, "T=256"))
+    assert f"four blocks have {ppl(cut, 'T=8', 'light')}" in text
+    assert apart((cut, "T=8", "light"), (cut, "T=8", "heavy"))
+
+    end = (again, "T=256", "heavy"), (plain, "T=256", "heavy")
+    margins = [(cells[cell]["gen_ppl_ci"][1] - cells[cell]["gen_ppl_ci"][0]) / 2 for cell in end]
+    assert f"has {ppl(*end[0])} ± {margins[0]:.2f} where `ancestral` has {ppl(*end[1])} ± {margins[1]:.2f}" in text
+    assert f"({words(again, 'T=256')}) and for {share(*end, 'calls') - 1:.0%} more calls" in text
+    assert apart(*end) and float(words(again, "T=256")) > float(words(plain, "T=256"))
+    eight = (again, "T=256", "8b"), (plain, "T=256", "8b")
+    assert f"go from {ppl(*eight[1])} to {ppl(*eight[0])}" in text and apart(*eight) and not apart(eight[0], end[1])
+    assert f"({ppl(*end[1])}), as far as can be told, for {share(eight[0], end[1]):.0%} of their FLOPs" in text
+    mixed = (again, "T=256", "sandwich:50%"), (plain, "T=256", "sandwich:25%")
+    assert f"{ppl(*mixed[0])} with half of the steps light, against {ppl(*mixed[1])} without" in text
+    assert share(*mixed) > 1 and apart(*mixed)
+    assert f"nothing that could be told ({ppl(again, 'T=32')}, {ppl(again, 'T=8')})" in text
+    for dial in ("T=32", "T=8"):
+        for schedule in ("heavy", "sandwich:25%", "sandwich:50%", "8b", "light"):
+            assert not apart((again, dial, schedule), (plain, dial, schedule))
+
+    sure, bold = ("low-confidence", "T=256"), ("threshold", "0.9")
+    assert f"in 256 steps has {ppl(*sure)} and {words(*sure)}, `threshold:0.9` {ppl(*bold)} and {words(*bold)}" in text
+    assert all(cells[cell]["gen_ppl"] < real["gen_ppl"] for cell in cells if cell[0] == "threshold" or cell[:2] == sure)
+    calls = [cells[cell]["calls"] / found["n"] for cell in (("threshold", "0.6", "heavy"), (plain, "T=256", "heavy"))]
+    assert f"still needs {calls[0]:.0f} calls" in text and f"the {calls[1]:.0f} of `ancestral`" in text
+
+
+def test_what_the_decoding_document_says_of_composing() -> None:
+    found, cells, both, text = composed()
+    plain, cut, again = lines = ("ancestral", "ancestral@0.9", "remdm-cap:0.008")
+    of = {
+        line: [item for item in both.values() if item["line"] == line]
+        for line in (*lines, "low-confidence", "threshold")
+    }
+    ratios = {line: [item["flops"]["both"] / item["flops"]["product"] for item in items] for line, items in of.items()}
+    off = {line: f"{max(abs(ratio - 1) for ratio in here):.1%}" for line, here in ratios.items()}
+    assert f"to within {off[plain]} for `ancestral` with and without the nucleus" in text and off[plain] == off[cut]
+    assert f"{off['low-confidence']} for `low-confidence` and {off[again]} for `remdm-cap`" in text
+    low, high = min(ratios["threshold"]) - 1, max(ratios["threshold"]) - 1
+    assert low > 0 and f"by {low:.1%} to {high:.1%}" in text
+    calls = {cell[1:]: row["calls"] for cell, row in cells.items() if cell[0] == "threshold"}
+    heavy, light = (1 - calls["0.6", schedule] / calls["0.9", schedule] for schedule in ("heavy", "light"))
+    assert f"takes {heavy:.0%} of the calls from twelve blocks, but {light:.0%} from four" in text
+
+    kinds = {line: [compose.kind_of(item) for item in items] for line, items in of.items()}
+    first, second, third = (f"{kinds[line].count('overlap')} of {len(kinds[line])}" for line in lines)
+    assert f"overlap in {first}, {second} and {third} combinations" in text
+    assert not any("compound" in kinds[line] for line in lines) and set(kinds["threshold"]) == {"add"}
+
+    def losses(line: str, dial: str, schedule: str, of: str = "") -> str:
+        loss = {name: f"{value['value']:.3f}" for name, value in both[line, dial, schedule]["loss"].items()}
+        return f"{loss['both']}{of} ({loss['schedule']} and {loss['steps']}"
+
+    assert f"loses {losses(plain, 'T=32', 'sandwich:25%', ' of log-perplexity')} alone) under `ancestral`" in text
+    second, third = (losses(line, "T=32", "sandwich:25%") for line in (cut, again))
+    assert f"{second}) with the nucleus and {third}) under `remdm-cap`" in text
+    first, second = (losses(line, "T=8", "light") for line in (plain, cut))
+    assert f"lose {first}) under `ancestral` and {second}) with the nucleus" in text
+
+    dial = [both[line, "T=8", "8b"]["loss"]["steps"]["value"] for line in (plain, again, cut)]
+    assert f"loses {dial[0]:.3f}, {dial[1]:.3f} and {dial[2]:.3f} under" in text
+    alone = max(item["loss"]["schedule"]["value"] for line in lines for item in of[line])
+    assert f"no schedule under the three more than {alone:.3f}" in text and alone < min(dial)
+    four, nucleus = (both[line, "T=32", "light"] for line in (plain, cut))
+    assert f"leave {four['flops']['both']:.1%} of the FLOPs and lose {four['loss']['both']['value']:.3f}" in text
+    assert f"and {nucleus['loss']['both']['value']:.3f} with the nucleus" in text
+    cheap, dear = cells[cut, "T=32", "light"], cells[plain, "T=256", "heavy"]
+    assert f"a perplexity of {cheap['gen_ppl']:.2f}, near the {dear['gen_ppl']:.2f}" in text
+    assert f"for 1/{dear['flops'] / cheap['flops']:.0f} of the FLOPs" in text
+
+    interaction = [item["interaction"]["value"] for item in of["low-confidence"]]
+    assert f"from {min(interaction):+.3f} to {max(interaction):+.3f}" in text
+    assert f"words {cells['low-confidence', 'T=8', 'heavy']['word_entropy']:.3f} for twelve blocks in 8 steps" in text
+    assert found["missing"] == [{"line": again, "dial": "T=256", "schedule": "light"}]
+    assert "`remdm-cap` with four blocks in 256 steps was not measured" in text
+
+
+def test_the_grid_says_which_run_made_what() -> None:
+    """Each cell's commit, and no seconds where other work shared the GPU."""
+    found, cells, _, _ = composed()
+    assert sum(run["cells"] for run in found["runs"]) == len(cells) == 69
+    for (line, dial, _), row in cells.items():
+        assert row["commit"] == ("04c026c" if line in ("remdm-cap:0.008", "ancestral@0.9") else "6bc3852")
+        shared = (line, dial) == ("remdm-cap:0.008", "T=256")
+        assert (row["seconds"] is None) == shared == ("seconds_beside_other_work" in row)
+
+
+@pytest.mark.slow
+def test_the_held_out_text_of_the_grid() -> None:
+    """A minute on one core: the text that came with the family, judged again."""
+    found = json.loads((ROOT / "results" / "compose" / "wiki-char.json").read_text())
+    family = Family.from_pretrained("wiki-char")
+    assert family.tokenizer is not None and family.heldout is not None
+    tokens_nL = spread_rows(family.tokenizer.encode(read_text(family.heldout)), found["length"], found["n"])
+    texts = [family.tokenizer.decode(row) for row in tokens_nL]
+    scores = score(load_judge("own", family), tokens_nL, texts)
+    again = metrics.perplexity(scores.written_nll_n, scores.written_count_n)
+    assert abs(again["log_ppl"] - found["heldout"]["log_ppl"]) < 1e-4
+    assert abs(metrics.describe_texts(list(tokens_nL), texts)["word_entropy"] - found["heldout"]["word_entropy"]) < 1e-9
+
+
+def test_what_the_readme_says_of_composing() -> None:
+    found = json.loads((ROOT / "results" / "compose" / "wiki-char.json").read_text())
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    off: dict[str, float] = {}
+    for item in found["combinations"]:
+        ratio = item["flops"]["both"] / item["flops"]["product"]
+        off[item["line"]] = max(off.get(item["line"], 0.0), abs(ratio - 1))
+        assert item["line"] == "low-confidence" or item["interaction"]["ci"][0] <= 0  # nothing is shown to compound
+    ancestral, remdm = max(off["ancestral"], off["ancestral@0.9"]), off["remdm-cap:0.008"]
+    text = f"to within {ancestral:.1%} for ancestral sampling, with a nucleus or without, and {remdm:.1%} for ReMDM"
+    assert f"{text}; {off['threshold']:.0%} under a confidence threshold" in readme
+    first = found["combinations"][0]
+    assert (first["line"], first["dial"], first["schedule"]) == ("ancestral", "T=32", "sandwich:25%")
+    both, schedule, steps = (first["loss"][key]["value"] for key in ("both", "schedule", "steps"))
+    text = f"leaves {first['flops']['both']:.0%} of the FLOPs at {both:+.3f} of log-perplexity, where its parts cost"
+    assert f"{text} {schedule:+.3f} and {steps:+.3f}" in readme
+
+
 def test_time_of_the_small_reproduction() -> None:
     seconds = json.loads((ROOT / "results" / "reproduce-cpu.json").read_text())["seconds_total"]
     assert f"{seconds / 60:.0f} minutes on two" in (ROOT / "docs" / "reproduce.md").read_text()
@@ -197,6 +436,22 @@ def test_the_trainer_is_as_fast_as_it_should_be() -> None:
     entries = json.loads((ROOT / "results" / "train" / "throughput.json").read_text())["entries"]
     assert max(e["tokens_per_s"] for e in entries if e["shape"].startswith("12 x 256, L=256, V=28")) >= 4.5e6
     assert max(e["mfu"] for e in entries if e["shape"].startswith("12 x 768, L=1024, V=50258")) >= 0.4
+
+
+def test_what_the_howto_says_of_training() -> None:
+    text = (ROOT / "docs" / "howto.md").read_text()
+    for family in ("wiki-char", "books-char", "wiki-bpe"):
+        models = json.loads((ROOT / "results" / "train" / f"{family}.json").read_text())["models"]
+        bits = [f"{models[name]['heldout']['bits']:.3f}" for name in ("4b", "8b", "12b", "judge")]
+        symbols = f"{models['12b']['tokens'] / 1e6:.0f}M"
+        line = next(line for line in text.splitlines() if line.startswith(f"| `{family}` "))
+        assert line.endswith(f"| {symbols} | {' | '.join(bits)} |")
+    entries = json.loads((ROOT / "results" / "train" / "throughput.json").read_text())["entries"]
+    fast = next(e for e in reversed(entries) if e["shape"].startswith("12 x 256") and e["set"]["batch"] == 512)
+    wide = next(e for e in reversed(entries) if e["shape"].startswith("12 x 768") and e["set"]["batch"] == 64)
+    plain = " ".join(text.split())
+    assert f"does {fast['tokens_per_s'] / 1e6:.2f}M characters a second" in plain
+    assert f"and {wide['mfu']:.0%} of the peak" in plain
 
 
 def test_deeper_models_are_better() -> None:

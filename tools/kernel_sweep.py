@@ -1,4 +1,4 @@
-"""Block sizes of the training kernels, timed on this GPU: how the constants in `fused_kernels` were chosen.
+"""Block sizes of the kernels in `fused_kernels` and `attention_kernels`, timed on this GPU: how they were chosen.
 
     python tools/kernel_sweep.py [WIDTH HEADS]
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from relaylm import fused_kernels
+from relaylm import attention_kernels, fused_kernels
 from relaylm.denoiser import Architecture, Transformer
 
 TOKENS, LENGTH = 65_536, 256
@@ -79,7 +79,7 @@ def launches(width: int, heads: int) -> dict[str, dict[str, Callable[[], Any]]]:
     from_norm, from_gelu = random(1056, 2, width, dtype=torch.float32), random(264, 4 * width, dtype=torch.float32)
     cos, sin = Transformer(Architecture(28, LENGTH, width, 1, heads)).cuda().angles(LENGTH)
     qkv = random(TOKENS // LENGTH, LENGTH, 3 * width)
-    out, normaliser = fused_kernels.attention(qkv, heads, False)
+    out, normaliser = attention_kernels.attention(qkv, heads, False)
     return {
         "NORM": {
             "forward": lambda: fused_kernels.add_norm(x, branch, bias, weight, torch.bfloat16),
@@ -89,28 +89,29 @@ def launches(width: int, heads: int) -> dict[str, dict[str, Callable[[], Any]]]:
             "forward": lambda: fused_kernels.gelu(before, bias_up),
             "backward": lambda: fused_kernels.gelu_gradient_(value, before, bias_up),
         },
-        "ATTENTION": {"forward": lambda: fused_kernels.attention(qkv, heads, False)},
+        "ATTENTION": {"forward": lambda: attention_kernels.attention(qkv, heads, False)},
         "SUMS": {
             "after a norm": lambda: fused_kernels.column_sums(from_norm),
             "after GELU": lambda: fused_kernels.column_sums(from_gelu),
         },
         "ATTENTION_GRADIENT": {
-            "backward": lambda: fused_kernels.two_pass_gradient(qkv, out, normaliser, dh, cos, sin, heads, False)
+            "backward": lambda: attention_kernels.two_pass_gradient(qkv, out, normaliser, dh, cos, sin, heads, False)
         },
         "WHOLE_ROW": {
-            "backward": lambda: fused_kernels.whole_row_gradient(qkv, out, normaliser, dh, cos, sin, heads, False)
+            "backward": lambda: attention_kernels.whole_row_gradient(qkv, out, normaliser, dh, cos, sin, heads, False)
         },
     }
 
 
 @contextlib.contextmanager
 def set_to(name: str, values: dict[str, int]) -> Iterator[None]:
-    usual = getattr(fused_kernels, name)
-    setattr(fused_kernels, name, values)
+    room = fused_kernels if hasattr(fused_kernels, name) else attention_kernels
+    usual = getattr(room, name)
+    setattr(room, name, values)
     try:
         yield
     finally:
-        setattr(fused_kernels, name, usual)
+        setattr(room, name, usual)
 
 
 def compile_share(which: int, of: int, width: int, heads: int) -> None:
