@@ -132,8 +132,9 @@ def bench(
                 torch.cuda.empty_cache()
 
     def sweep(side: Side) -> dict[str, Any]:
+        batches = (8, 16, 32, 64, 128) if cuda else (1, 2, 4)
         with torch.inference_mode():
-            return best_batch(side, (8, 16, 32, 64) if cuda else (1, 2, 4), job.steps, job.length, effort.sweep, seed)
+            return best_batch(side, batches, job.steps, job.length, effort.sweep, seed)
 
     def warm_up() -> None:
         for share in (0, 100):

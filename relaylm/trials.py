@@ -314,9 +314,16 @@ class Trials:
         if self.judge.encode is not None and self.family.tokenizer is not None:
             texts = [self.family.tokenizer.decode(row) for row in tokens_nL]
             prompts = None if self.prompts is None else [self.prompts[r % len(self.prompts)] for r in row_n]
-        found = score(
-            self.judge, tokens_nL, texts, given_nL, prompts, recipe=self.recipe, max_length=self.family.length
-        )
+        options: dict[str, Any] = {"recipe": self.recipe, "max_length": self.family.length}
+        try:
+            found = score(self.judge, tokens_nL, texts, given_nL, prompts, **options)
+        except torch.OutOfMemoryError:
+            if not self._engines:
+                raise
+            for engine in self._engines.values():  # what the sampler keeps captured between rounds may go
+                engine.release()
+            self._engines.clear()
+            found = score(self.judge, tokens_nL, texts, given_nL, prompts, **options)
         return log_perplexity(found)
 
     def check(self, schedule: Schedule, first: int, rows: int) -> bool:

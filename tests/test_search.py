@@ -70,6 +70,23 @@ def test_a_check_is_kept_and_not_made_again(family: Family, tmp_path: Path, monk
     assert not again.check(schedule, 0, 4)
 
 
+def test_a_judge_that_finds_no_memory_gets_the_samplers(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = make_trials(family).scores(bits("1100"), 4)
+    asked, refused = make_trials(family), []
+
+    def tight(*args: Any, **options: Any) -> Any:
+        if asked._engines:
+            refused.append(len(asked._engines))
+            raise torch.OutOfMemoryError("no room")
+        return score(*args, **options)
+
+    monkeypatch.setattr(trials, "score", tight)
+    assert np.array_equal(asked.scores(bits("1100"), 4), expected) and refused == [1]
+    monkeypatch.setattr(trials, "score", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no room")))
+    with pytest.raises(torch.OutOfMemoryError):
+        asked.scores(bits("1010"), 4)
+
+
 def test_too_few_rows_are_refused_before_anything_runs(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "measure_prior", lambda *_: pytest.fail("networks ran"))
     with pytest.raises(UserError, match="too few to tune"):
