@@ -23,6 +23,7 @@ import numpy as np
 from relaylm import metrics, paper
 from relaylm.bound import spread_rows
 from relaylm.comparison import compare
+from relaylm.contenders import SLACK, Entry, expected_flops, one_model, steps_within
 from relaylm.errors import UserError
 from relaylm.importance import importance
 from relaylm.sampler import sample
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 STRETCHES = 8  # of the time axis, in `strides`
 SPARSE = 4  # there a stretch has one step where there were so many
+FRESH = 1000  # added to the seed for rows that a search has not seen
 
 
 @dataclass(frozen=True)
@@ -99,13 +101,15 @@ class Setup:
 
 @dataclass(frozen=True)
 class Experiment:
-    """`needs` says in a few words what is missing for it, or None; `paper` lists labels of the paper."""
+    """`needs` says in a few words what is missing for it, or None; `paper` lists labels of the paper. An `edition` that
+    finds more than the one before makes data of that one again."""
 
     name: str
     title: str
     paper: tuple[str, ...]
     needs: Callable[[Setup], str | None]
     run: Callable[[Setup], dict[str, Any]]
+    edition: int = 1
 
 
 # ------------------------------------------------------------------------------------------------ comparisons
@@ -130,7 +134,7 @@ def judged(setup: Setup, schedules: Sequence[str | Schedule], family: Family | N
         options.pop("n", setup.scale.samples),
         steps=options.pop("steps", setup.steps(chosen)),
         length=None if given else setup.length(chosen),
-        seed=setup.seed,
+        seed=options.pop("seed", setup.seed),
         judge=setup.judge,
         recipe=setup.scale.recipe,
         store=setup.store,
@@ -314,8 +318,76 @@ def all_210(setup: Setup) -> dict[str, Any]:
 
 
 def tuner(setup: Setup) -> dict[str, Any]:
-    """What the tuner finds at each budget (models, steps and their density), beside the equal-compute rivals."""
-    return _search(setup, "tune", budget=list(setup.scale.budgets), rows=21 * setup.scale.search_samples)
+    """What the tuner finds at each budget (models, steps and their density), beside the equal-compute rivals.
+
+    What a search confirms has few rows, some of which chose. So the few schedules that matter at each budget, and
+    all-heavy, are judged once more, on as many rows as anything here and on random numbers of their own (`fresh`)."""
+    found = _search(setup, "tune", budget=list(setup.scale.budgets), rows=21 * setup.scale.search_samples)
+    rows = finalists(setup, found)
+    if not rows:
+        return found
+    heavy = _alone(found["heavy"], found["steps"])
+    chosen = list(dict.fromkeys([heavy, *(row["schedule"] for row in rows)]))
+    setup.note(f"tuner: {len(chosen)} schedules on fresh rows")
+    # With steps None each schedule takes its own number, and the first, all-heavy, gives that of the anchors.
+    judged_again = judged(setup, chosen, steps=None, rivals=False, seed=setup.seed + FRESH)
+    by = {row["schedule"]: row for row in judged_again["rows"]}
+    figures = ("gen_ppl", "gen_ppl_ci", "entropy", "entropy_ci")
+    fresh = {key: judged_again[key] for key in ("n", "seed", "steps", "length", "judge", "recipe", "contrasts")}
+    rows = [{**row, **{key: by[row["schedule"]][key] for key in figures}} for row in rows]
+    return {**found, "fresh": {**fresh, "heavy": heavy, "rows": rows}}
+
+
+def finalists(setup: Setup, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of each budget: what the search recommends, the sandwich, single models in as many steps as the budget allows,
+    and the best mixture that it measured. On a CPU of the last two only the single model that it measured as best."""
+    out = []
+    names: dict[Any, str] = {}  # of schedules that do the same, the first one's
+    for goal in found.get("front", []):
+        limit = goal["limit"] * (1 + SLACK)
+        within = [row for row in found["confirmed"] if row["price"] <= limit]
+        best = sorted(within, key=lambda row: row["against_heavy"]["difference"])
+        sandwich = max((row for row in within if row["what"] == "sandwich"), key=lambda row: row["price"], default=None)
+        mixture = next((row for row in best if row["kind"] == "mixed"), None)
+        single = next((row for row in best if row["kind"] == "rival" and row["what"] != "sandwich"), None)
+        others = [single] if setup.scale.name == "cpu" else [*_single_models(setup, found, limit), mixture]
+        unique = {_identity(row): row for row in [goal, sandwich, *others] if row is not None}
+        for same, row in unique.items():
+            about = {key: row[key] for key in ("what", "kind", "steps", "saved")}
+            name = names.setdefault(same, row["schedule"])
+            recommended = same == _identity(goal)
+            out.append({"budget": goal["saved_at_least"], "schedule": name, **about, "recommended": recommended})
+    return out
+
+
+def _identity(row: Mapping[str, Any]) -> Any:
+    return Entry("", Schedule.parse(row["schedule"]), row["steps"], "asked").identity
+
+
+def _single_models(setup: Setup, found: Mapping[str, Any], limit: float) -> list[dict[str, Any]]:
+    """From the heavy model down, each alone in as many steps as a limit allows, to the first that may take all."""
+    family, steps = setup.family, int(found["steps"])
+    free_n = np.array([found["length"]])
+
+    def price(name: str, count: int) -> float:
+        return expected_flops(family.models, one_model(name), count, free_n, found["length"])
+
+    rows = []
+    for name in found["models"][::-1]:
+        whole = price(name, steps) <= limit
+        count = steps if whole else steps_within(family.models, name, limit, free_n, found["length"])
+        if count is not None:
+            fewer = "" if whole else f" in {count} steps"
+            saved = 1 - price(name, count) / found["all_heavy_price"]
+            about = {"what": f"{name} alone{fewer}", "kind": "rival", "schedule": _alone(name, count)}
+            rows.append({**about, "steps": count, "saved": saved})
+        if whole:
+            break
+    return rows
+
+
+def _alone(model: str, steps: int) -> str:
+    return str(Schedule((Segment(model, steps),)))
 
 
 def _search(setup: Setup, method: str, **options: Any) -> dict[str, Any]:

@@ -100,7 +100,7 @@ EXPERIMENTS = (
         mdlm_experiments.precision,
     ),
     Experiment("strides", "Larger strides beside smaller models", (), _two, experiments.strides),
-    Experiment("tuner", "What the tuner finds", (), _two, experiments.tuner),
+    Experiment("tuner", "What the tuner finds", (), _two, experiments.tuner, edition=2),
     Experiment(
         "training",
         "How importance moves with training",
@@ -222,8 +222,9 @@ def _key(experiment: Experiment, setup: Setup) -> str:
     others = used.get(experiment.name, [])
     families = [setup.family.digest, *(family.digest if family is not None else None for family in others)]
     text = None if setup.text is None else content_key("text", setup.text[:: max(1, len(setup.text) // 4096)].tolist())
+    name = experiment.name if experiment.edition == 1 else f"{experiment.name} {experiment.edition}"
     return content_key(
-        experiment.name, asdict(setup.scale), families, text, str(setup.judge), setup.seed, setup.family.device.type
+        name, asdict(setup.scale), families, text, str(setup.judge), setup.seed, setup.family.device.type
     )
 
 

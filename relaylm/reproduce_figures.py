@@ -205,13 +205,49 @@ def precision_bars(by_steps: Mapping[str, Any], path: Path) -> Path:
 def against(pairs: Sequence[Mapping[str, Any]], name: str, other: str, among: int = 1) -> tuple[float, float, float]:
     """The difference in mean log-perplexity of two schedules and its 95% interval, corrected for being one of `among`
     (Bonferroni); nan where there is none."""
+    value, error, rows = difference(pairs, name, other)
+    if not rows:
+        return np.nan, np.nan, np.nan
+    half = metrics.student_quantile(1 - 0.025 / among, rows - 1) * error
+    return value, value - half, value + half
+
+
+def difference(pairs: Sequence[Mapping[str, Any]], name: str, other: str) -> tuple[float, float, int]:
+    """The difference in mean log-perplexity of two schedules, its standard error and its rows; no rows where there is
+    none."""
     for pair in pairs:
         turned = (pair["second"], pair["first"]) == (name, other)
         if (turned or (pair["first"], pair["second"]) == (name, other)) and pair["difference"] is not None:
-            half = metrics.student_quantile(1 - 0.025 / among, pair["rows"] - 1) * pair["error"]
-            value = -pair["difference"] if turned else pair["difference"]
-            return value, value - half, value + half
-    return np.nan, np.nan, np.nan
+            return -pair["difference"] if turned else pair["difference"], pair["error"], pair["rows"]
+    return np.nan, np.nan, 0
+
+
+def tuned_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the tuner's search led to, against all-heavy: on fresh rows where there are any, else as it confirmed it."""
+    fresh = result.get("fresh")
+    if fresh is None:
+        return list(result["confirmed"])
+    zero = {"difference": 0.0, "ci": [0.0, 0.0]}
+    found: dict[str, dict[str, Any]] = {}
+    found[fresh["heavy"]] = {"what": "all-heavy", "kind": "anchor", "saved": 0.0, "against_heavy": zero}
+    for row in fresh["rows"]:
+        value, low, high = against(fresh["contrasts"], row["schedule"], fresh["heavy"])
+        found.setdefault(row["schedule"], {**row, "against_heavy": {"difference": value, "ci": [low, high]}})
+    at = [(row["saved"], row["against_heavy"]["difference"]) for row in found.values()]
+    for row in found.values():
+        saved, loss = row["saved"], row["against_heavy"]["difference"]
+        row["on_front"] = not any(other >= saved and better < loss for other, better in at)
+    return list(found.values())
+
+
+def rivals_by_budget(fresh: Mapping[str, Any]) -> dict[float, dict[str, Mapping[str, Any]]]:
+    """Of the tuner's schedules on fresh rows, for each budget the sandwich and each model alone, by that word or its
+    name: of several the one that spends most (what is recommended may cost less than it might)."""
+    found: dict[float, dict[str, Mapping[str, Any]]] = {row["budget"]: {} for row in fresh["rows"]}
+    for row in sorted(fresh["rows"], key=lambda row: -row["saved"]):
+        if row["kind"] == "rival":
+            found[row["budget"]][row["what"].partition(" ")[0]] = row
+    return found
 
 
 def above_twin(pair: Mapping[str, Any]) -> bool:
@@ -288,6 +324,7 @@ def front(result: Mapping[str, Any], path: Path) -> Path:
     """Loss against FLOPs saved: mixed schedules of the tuner, rivals, all-heavy; side by side where savings agree."""
     figure = _figure(8.0, 3.8)
     axes = figure.add_subplot()
+    measured = tuned_rows(result)
     kinds = (
         ("mixed", BLUE, "o", "mixtures of the tuner", 0.6),
         ("sandwich", GREEN, "^", "sandwich (rival)", -0.6),
@@ -295,16 +332,12 @@ def front(result: Mapping[str, Any], path: Path) -> Path:
         ("anchor", BLACK, "s", "all-heavy", 0.0),
     )
     for kind, colour, mark, label, shift in kinds:
-        rows = [
-            row for row in result["confirmed"] if ("sandwich" if row["what"] == "sandwich" else row["kind"]) == kind
-        ]
+        rows = [row for row in measured if ("sandwich" if row["what"] == "sandwich" else row["kind"]) == kind]
         x = [100 * row["saved"] + shift for row in rows]
         y = np.array([row["against_heavy"]["difference"] for row in rows], dtype=float)
         ci = np.array([row["against_heavy"]["ci"] for row in rows], dtype=float).reshape(-1, 2).T
         axes.errorbar(x, y, yerr=np.abs(ci - y), fmt=mark, color=colour, capsize=2, label=label)
-    best = sorted(
-        (row["saved"], row["against_heavy"]["difference"]) for row in result["confirmed"] if row.get("on_front")
-    )
+    best = sorted((row["saved"], row["against_heavy"]["difference"]) for row in measured if row.get("on_front"))
     axes.plot([100 * saved for saved, _ in best], [loss for _, loss in best], color="0.5", linewidth=1, label="front")
     axes.axhline(0, color="0.6", linewidth=0.8)
     axes.set_xlabel("FLOPs saved against all-heavy, % (kinds drawn side by side)")

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from relaylm import cli, document, experiments, mdlm_experiments, paper, paper_cost, reproduce
 from relaylm.claims import CLAIMS, Claim, Finding, judge, verdicts
 from relaylm.comparison import compare
+from relaylm.contenders import expected_flops, one_model
 from relaylm.cost import call_flops
 from relaylm.denoiser import Architecture, Transformer
 from relaylm.errors import UserError
@@ -24,8 +26,8 @@ from relaylm.experiments import SCALES, Setup, contrasts
 from relaylm.family import Family
 from relaylm.family_folder import save_family
 from relaylm.reference import truncation_weight
-from relaylm.reproduce_figures import above_twin, against, segments_label
-from relaylm.sections import where_it_peaks
+from relaylm.reproduce_figures import above_twin, against, segments_label, tuned_rows
+from relaylm.sections import SECTIONS, where_it_peaks
 from relaylm.tokenizer import Text8Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +45,7 @@ TOY = replace(
     precision_steps=(8,),
     stride_samples=3,
 )
-QUICK = [name for name in reproduce.NAMES if name != "tuner"]  # which takes no fewer than 174 rows
+QUICK = [name for name in reproduce.NAMES if name != "tuner"]  # which takes no fewer than 229 rows
 
 
 def network(depth: int, seed: int, causal: bool = False, scale: float = 0.3) -> Transformer:
@@ -243,6 +245,122 @@ def test_the_tuners_rivals_are_told_apart_only_where_both_intervals_are_cleared(
         finding.where == "tuner, 20% saved"
         and "12b alone in 200 steps -0.0500 (-0.0900 to -0.0100)" in finding.evidence
     )
+
+
+def on_fresh_rows(shift: dict[str, float], n: int = 200, noise: float = 0.05) -> dict[str, Any]:
+    """A tuner's result whose schedules lie at known distances from all-heavy on fresh rows: two budgets, the rivals
+    `whole` and `fewer` beside a sandwich at each, a mixture at the first."""
+    rng = np.random.default_rng(0)
+    base = rng.normal(2.0, 0.3, n)  # shared by all schedules, and much wider than what sets them apart
+    kinds = {"whole": "8b alone", "fewer": "12b alone in 9 steps", "sandwich": "sandwich", "mix": "all models"}
+    names = ["heavy", *shift]
+    logs = [{"schedule": name, "kind": "asked", "log_ppls": base + rng.normal(0, noise, n)} for name in names]
+    for row in logs:
+        row["log_ppls"] = (row["log_ppls"] + shift.get(row["schedule"], 0.0)).tolist()
+    rows = []
+    for name in shift:
+        what, _, budget = name.partition(" ")
+        about = {"kind": "mixed" if what == "mix" else "rival", "what": kinds[what], "saved": float(budget) + 0.01}
+        about |= {"gen_ppl": 7.0, "gen_ppl_ci": [6.9, 7.1], "recommended": what == "fewer", "steps": 9}
+        rows.append({"schedule": name, "budget": float(budget), **about})
+    fresh = {"n": n, "seed": 1000, "heavy": "heavy", "rows": rows, "contrasts": contrasts({"rows": logs})["contrasts"]}
+    front = [{"schedule": "fewer 0.2", "what": kinds["fewer"], "saved_at_least": 0.2}]
+    return {"verdict": "Found.", "front": front, "calls": {"calls_made": 1, "calls_naive": 2}, "fresh": fresh}
+
+
+def of_the_tuner(data: dict[str, Any]) -> dict[tuple[str, str], Finding]:
+    """What is found of the tuner's rivals, by budget and by the words that come before the numbers."""
+    claim = next(v for v in verdicts(data) if v.claim.name.startswith("Nothing simpler"))
+    return {(f.where, re.split(r" [-+]\d|nan", f.evidence)[0]): f for f in claim.findings}
+
+
+def test_on_fresh_rows_every_model_alone_meets_the_sandwich_of_its_budget() -> None:
+    losses = {"sandwich 0.2": 0.05, "whole 0.2": 0.10, "fewer 0.2": 0.05, "mix 0.2": 0.0}
+    losses |= {"sandwich 0.4": 0.15, "whole 0.4": 0.15, "fewer 0.4": 0.10}
+    found = of_the_tuner({"tuner": on_fresh_rows(losses)})
+    fewer, whole = "12b alone in 9 steps", "8b alone"
+    assert {key: finding.says for key, finding in found.items()} == {
+        ("tuner, 20% saved", whole): True,
+        ("tuner, 20% saved", fewer): None,
+        ("tuner, 40% saved", whole): None,
+        ("tuner, 40% saved", fewer): False,
+    }
+    evidence = found["tuner, 40% saved", fewer].evidence
+    value, low, high = map(float, re.findall(r"[-+]\d\.\d+", evidence))
+    assert abs(value + 0.05) < 0.015 and high < 0 and high - low < 0.03  # 0.6 and more without the pairing
+    assert "200 fresh rows" in evidence and "widest" not in evidence
+
+
+def test_a_recommendation_that_costs_less_than_it_might_is_no_contest_of_its_own() -> None:
+    losses = {"sandwich 0.2": 0.05, "whole 0.2": 0.10, "fewer 0.2": 0.05, "sandwich 0.4": 0.15, "fewer 0.4": 0.30}
+    result = on_fresh_rows(losses)
+    cheaper = [{**row, "budget": 0.2} for row in result["fresh"]["rows"] if row["budget"] == 0.4]
+    result["fresh"]["rows"] = [*cheaper, *result["fresh"]["rows"]]
+    found = of_the_tuner({"tuner": result})
+    by_budget = [(where, finding.says) for (where, _), finding in found.items()]
+    assert sorted(by_budget, key=str) == [
+        ("tuner, 20% saved", None),
+        ("tuner, 20% saved", True),
+        ("tuner, 40% saved", True),
+    ]
+
+
+def test_an_outcome_on_fresh_rows_stands_the_number_of_contests() -> None:
+    """Two rivals exactly as far below the sandwich as a lone contest would need and a little more."""
+    rng = np.random.default_rng(1)
+    noise = rng.normal(size=50)
+    noise = (noise - noise.mean()) / noise.std(ddof=1)
+    shift, p = -2.2 / math.sqrt(50), 2 * scipy.stats.t(49).cdf(-2.2)
+    assert 0.025 < p < 0.05
+    logs = {"heavy": np.zeros(50), "sandwich 0.2": np.zeros(50), "whole 0.2": noise + shift, "fewer 0.2": noise + shift}
+    item = on_fresh_rows({"sandwich 0.2": 0.0, "whole 0.2": 0.0, "fewer 0.2": 0.0})
+    rows = [{"schedule": name, "kind": "asked", "log_ppls": log.tolist()} for name, log in logs.items()]
+    item["fresh"]["contrasts"] = contrasts({"rows": rows})["contrasts"]
+    both = of_the_tuner({"tuner": item}).values()
+    assert [finding.says for finding in both] == [None, None]
+    assert all(f"among 2 contests p = {2 * p:.2f} (Holm)" in finding.evidence for finding in both)
+    del item["fresh"]["rows"][-1]
+    (alone,) = of_the_tuner({"tuner": item}).values()
+    assert alone.says is False and "Holm" not in alone.evidence
+    item["fresh"]["contrasts"] = contrasts({"rows": [{**row, "log_ppls": [None] * 50} for row in rows]})["contrasts"]
+    (alone,) = of_the_tuner({"tuner": item}).values()
+    assert alone.says is None  # nothing had a score
+
+
+def test_the_tuners_section_shows_fresh_rows_where_there_are_any(tmp_path: Path) -> None:
+    losses = {"sandwich 0.2": 0.05, "whole 0.2": 0.10, "fewer 0.2": 0.03, "mix 0.2": 0.0, "sandwich 0.4": 0.1}
+    result = on_fresh_rows(losses, noise=0.001)
+    text, best, figure, table = SECTIONS["tuner"](result, tmp_path)
+    assert isinstance(text, document.Text) and "200 rows that the search has not seen (seed 1000)" in text.text
+    assert isinstance(best, document.Text) and isinstance(table, document.Table) and isinstance(figure, document.Figure)
+    first, second = best.text.split("\n")
+    assert first.startswith("- to save 20%: all models, mixed; the next, 12b alone in 9 steps, +0.0")
+    assert second == "- to save 40%: sandwich" and "not told apart" not in first and figure.file.stat().st_size > 0
+    assert [(row[1], row[3]) for row in table.rows] == [(name, "yes" if "fewer" in name else "") for name in losses]
+    for row, loss in zip(table.rows, losses.values(), strict=True):
+        assert float(row[6].split()[0]) == pytest.approx(loss, abs=0.001)
+    against_sandwich = [row[7] and round(float(row[7].split()[0]), 2) for row in table.rows]
+    assert against_sandwich == ["", 0.05, -0.02, -0.05, ""]
+    shown = {row["what"]: row["on_front"] for row in tuned_rows(result) if row["saved"] < 0.3}
+    # The mixture loses as little as all-heavy (which of the two is better is noise), so nothing else saves 21% better.
+    assert {what for what, front in shown.items() if front} - {"all-heavy"} == {"all models"}
+
+
+def test_recorded_data_without_fresh_rows_is_shown_as_before(tmp_path: Path) -> None:
+    result = tuned(0.10, 0.05, 0.02)
+    for row in result["confirmed"]:
+        row |= {"saved": 1 - row["price"] / 100, "rows": 69}
+    goal = {**result["confirmed"][1], "schedule": "12b:200", **result["front"][0]}
+    result |= {"verdict": "Found.", "front": [goal], "calls": {"calls_made": 1, "calls_naive": 2}}
+    text, figure, table = SECTIONS["tuner"](result, tmp_path)
+    assert isinstance(text, document.Text) and "one half of 69 fresh rows" in text.text
+    assert isinstance(table, document.Table) and table.rows[0][4] == "+0.0500 (+0.0300 to +0.0700)"
+    assert isinstance(figure, document.Figure) and tuned_rows(result) == result["confirmed"]
+    kept = reproduce.load(ROOT / "results" / "reproduce" / "data" / "tuner.json")
+    assert kept is not None
+    for name, block in zip(("text", "figure", "table"), SECTIONS["tuner"](kept["result"], tmp_path)[-3:], strict=True):
+        assert type(block).__name__.lower() == name
+    assert len(of_the_tuner({"tuner": kept["result"]})) == 10
 
 
 def curve(peak: float, ratio: float, relative: list[float] | None = None) -> dict[str, Any]:
@@ -469,6 +587,16 @@ def test_other_settings_are_run_anew(families: dict[str, Family], tmp_path: Path
 
 
 @pytest.mark.usefixtures("alone")
+def test_another_edition_of_an_experiment_is_run_anew(
+    families: dict[str, Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for edition, status in ((1, "ran"), (1, "kept"), (2, "ran"), (2, "kept")):
+        changed = tuple(replace(e, edition=edition) for e in reproduce.EXPERIMENTS if e.name == "disagreement")
+        monkeypatch.setattr(reproduce, "EXPERIMENTS", changed)
+        assert run(families, tmp_path, ["disagreement"])["experiments"]["disagreement"]["status"] == status
+
+
+@pytest.mark.usefixtures("alone")
 def test_damaged_data_is_made_again(families: dict[str, Family], tmp_path: Path) -> None:
     run(families, tmp_path, ["disagreement"])
     (tmp_path / "data" / "disagreement.json").write_text('{"format": 1, "result": ')
@@ -528,6 +656,96 @@ def test_a_family_in_memory_needs_no_store_and_no_text(tmp_path: Path) -> None:
     assert data_of(tmp_path, "disagreement")["result"]["states"] == "trajectory"
     assert data_of(tmp_path, "prefixes")["result"]["source"].startswith("samples of the heavy model")
     assert not (tmp_path / "store").exists()
+
+
+# ------------------------------------------------------------------------------------------------ the tuner
+
+
+def searched(family: Family, seed: int = 0) -> dict[str, Any]:
+    """What a search with one budget might say: half of the cost to be saved."""
+
+    def price(name: str, steps: int) -> float:
+        return expected_flops(family.models, one_model(name), steps, np.array([LENGTH]), LENGTH)
+
+    most = price("3b", LENGTH)
+
+    def row(what: str, schedule: str, steps: int, kind: str, cost: float, loss: float) -> dict[str, Any]:
+        about = {"what": what, "schedule": schedule, "steps": steps, "kind": kind}
+        return {**about, "price": cost, "saved": 1 - cost / most, "against_heavy": {"difference": loss}}
+
+    confirmed = [
+        row("1b alone", "1b:16", 16, "rival", price("1b", 16), 0.2),
+        row("sandwich", "1b:7 3b:2 1b:7", 16, "rival", 0.4 * most, 0.15),
+        row("sandwich", "1b:6 3b:4 1b:6", 16, "rival", 0.49 * most, 0.16),  # spends more, so this one
+        row("all models", "1b:8 2b:8", 16, "mixed", 0.45 * most, 0.12),
+        row("models and steps together", "3b:3@50% 2b:4@50%", 7, "mixed", 0.44 * most, 0.11),  # the best mixture
+        row("all models", "2b:16", 16, "mixed", 0.9 * most, 0.0),  # too dear
+        row("all-heavy", "3b:16", 16, "anchor", most, 0.0),
+    ]
+    goal = {"limit": 0.5 * most, "saved_at_least": 0.5, **confirmed[3]}
+    about = {"steps": LENGTH, "length": LENGTH, "models": ["1b", "2b", "3b"], "heavy": "3b", "all_heavy_price": most}
+    return {**about, "seed": seed, "front": [goal], "confirmed": confirmed, "stopped": None}
+
+
+def test_what_is_judged_on_fresh_rows(families: dict[str, Family]) -> None:
+    family = families["main"]
+    found = searched(family)
+    rows = experiments.finalists(Setup(family, TOY), found)
+    assert [row["what"] for row in rows if row["recommended"]] == ["all models"]
+    assert len({row["schedule"] for row in rows}) == len(rows) == 6 and {row["budget"] for row in rows} == {0.5}
+    known = {"1b:8 2b:8": "mixed", "1b:6 3b:4 1b:6": "rival", "3b:3@50% 2b:4@50%": "mixed"}
+    assert {row["schedule"]: row["kind"] for row in rows if "alone" not in row["what"]} == known
+    single = {row["schedule"].partition(":")[0]: row for row in rows if "alone" in row["what"]}
+    assert set(single) == {"3b", "2b", "1b"} and single["1b"]["what"] == "1b alone"  # the first that may take all steps
+    limit = found["front"][0]["limit"]
+    for name, row in single.items():
+        costs = [expected_flops(family.models, one_model(name), t, np.array([16]), 16) for t in range(1, 17)]
+        assert row["steps"] == sum(cost <= limit for cost in costs) and row["kind"] == "rival"
+        assert row["saved"] == pytest.approx(1 - costs[row["steps"] - 1] / found["all_heavy_price"])
+        assert name == "1b" or row["what"] == f"{name} alone in {row['steps']} steps"
+    few = experiments.finalists(Setup(family, replace(TOY, name="cpu")), found)
+    assert [row["schedule"] for row in few] == ["1b:8 2b:8", "1b:6 3b:4 1b:6", "1b:16"]
+    # A single model stands there once, whatever it is called: here as the best mixture and as the recommendation.
+    assert single["3b"]["steps"] == 5
+    alias = "3b:1@20% 3b:4@80%"
+    found["confirmed"][4] |= {"schedule": alias, "steps": 5}
+    again = experiments.finalists(
+        Setup(family, TOY), {**found, "front": [{**found["front"][0], **found["confirmed"][4]}]}
+    )
+    assert [row["schedule"] for row in again if row["recommended"]] == [alias] and len(again) == 4
+    assert experiments.finalists(Setup(family, TOY), {**found, "front": []}) == []
+
+
+def test_the_tuners_choice_is_judged_on_rows_that_the_search_has_not_seen(
+    families: dict[str, Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from relaylm.store import Store
+
+    family, seed = families["main"], 3
+    monkeypatch.setattr(experiments, "_search", lambda setup, method, **options: searched(family, setup.seed))
+    setup = Setup(family, TOY, Store(tmp_path), seed=seed)
+    fresh = experiments.tuner(setup)["fresh"]
+    assert fresh["seed"] == seed + experiments.FRESH != seed and fresh["n"] == TOY.samples
+    names = list(dict.fromkeys(row["schedule"] for row in fresh["rows"]))
+    options: dict[str, Any] = {"recipe": "mdlm", "rivals": False, "progress": False}
+    direct = compare(family, ["3b:16", *names], 4, seed=seed + experiments.FRESH, **options)
+    logs = {row["schedule"]: np.array(row["log_ppls"]) for row in direct["rows"]}
+    for name in names:
+        for other in ("3b:16", "1b:6 3b:4 1b:6"):
+            if name != other:
+                expected = (logs[name] - logs[other]).mean()
+                assert against(fresh["contrasts"], name, other)[0] == pytest.approx(expected)
+    seen = compare(family, ["3b:16", *names], 4, seed=seed, **options)
+    before = {row["schedule"]: row["gen_ppl"] for row in seen["rows"]}
+    assert all(row["gen_ppl"] != before[row["schedule"]] for row in fresh["rows"])
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise AssertionError("something was drawn again")
+
+    monkeypatch.setattr("relaylm.comparison.sample", refuse)
+    assert experiments.tuner(setup)["fresh"] == fresh  # all from the store
+    monkeypatch.setattr(experiments, "_search", lambda *a, **k: {"front": [], "confirmed": [], "stopped": None})
+    assert "fresh" not in experiments.tuner(setup)
 
 
 # ------------------------------------------------------------------------------------------------ MDLM's sampler
@@ -639,9 +857,19 @@ def test_from_the_command_line(
 
 @pytest.mark.slow
 def test_the_tuner_at_toy_size(families: dict[str, Family], tmp_path: Path) -> None:
-    found = run(families, tmp_path, ["tuner", "search"], scale=replace(TOY, search_samples=10, budgets=(0.2, 0.4)))
+    found = run(families, tmp_path, ["tuner", "search"], scale=replace(TOY, search_samples=12, budgets=(0.2, 0.4)))
     assert {item["status"] for item in found["experiments"].values()} == {"ran"}
     front = data_of(tmp_path, "tuner")["result"]["front"]
     assert [round(goal["saved_at_least"], 6) for goal in front] == [0.2, 0.4]
     assert all(goal["saved"] >= goal["saved_at_least"] - 1e-9 for goal in front)
     assert (tmp_path / "figures" / "tuner.png").is_file()
+    fresh = data_of(tmp_path, "tuner")["result"]["fresh"]
+    assert fresh["n"] == TOY.samples and fresh["seed"] == experiments.FRESH
+    for goal in front:
+        rows = [row for row in fresh["rows"] if row["budget"] == goal["saved_at_least"]]
+        assert [row["schedule"] for row in rows if row["recommended"]] == [goal["schedule"]]
+        assert "sandwich" in {row["what"] for row in rows} and all(row["saved"] >= 0.199 for row in rows)
+        heavy = next(row for row in rows if row["what"].startswith("3b alone"))  # the same as the search would take
+        assert heavy["schedule"] in {row["schedule"] for row in data_of(tmp_path, "tuner")["result"]["confirmed"]}
+    findings = next(c["findings"] for c in found["claims"] if c["claim"].startswith("Nothing simpler"))
+    assert any("4 fresh rows" in finding["evidence"] for finding in findings)
