@@ -27,6 +27,7 @@ from relaylm.race import (
     CONFIRM,
     FIRST_ROUND,
     Candidate,
+    by_hand,
     candidates,
     figures,
     named,
@@ -69,7 +70,7 @@ def measure_ladder(tuner: Tuner, limits: Sequence[float], max_loss: float | None
 
 
 def _rungs(tuner: Tuner, limits: Sequence[float]) -> list[Candidate]:
-    """All-heavy first, then for each limit the rivals and the model's best, on the full grid and on any."""
+    """All-heavy first; for each limit the rivals, the model's best on the full grid and on any, and one by hand."""
     problem, trials = tuner.problem, tuner.problem.trials
     found = [Candidate(problem.alone(problem.heavy), "all-heavy", "anchor")]
     uniform = tuner.options(problem.models, uniform=True)
@@ -80,6 +81,7 @@ def _rungs(tuner: Tuner, limits: Sequence[float]) -> list[Candidate]:
         for what, allowed in (("models and steps together", None), ("all models", uniform)):
             if (choice := tuner.guess(limit, allowed)) is not None:
                 found.append(named(problem, tuner.space.schedule(choice), what))
+        found += by_hand(problem, limit)[:1]
     unique: dict[str, Candidate] = {}
     for candidate in found:
         unique.setdefault(trials.law(candidate.schedule), candidate)

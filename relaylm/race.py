@@ -1,9 +1,10 @@
 r"""The last stages of `tune` at one budget: who may run, a race on fresh rows, a confirmation on fresher ones.
 
 **Who runs.** The model's best schedules of two models, of all models, of the heavy model in fewer steps, and of models
-and steps together; the best of those measured so far; what the likelihood bound would allocate step by step; and the
-equal-compute rivals, without which nothing is worth its trouble: each model alone, in as many steps as the budget
-allows, and the sandwich.
+and steps together; the best of those measured so far; what the likelihood bound would allocate step by step; the light
+model for the first eighth or quarter of time and then fewer steps of the heavy one, made by hand, because few rows say
+little of single segments at the masked end, where rows of one plan part for good; and the equal-compute rivals, without
+which nothing is worth its trouble: each model alone, in as many steps as the budget allows, and the sandwich.
 
 **The race.** Rows come in rounds that double, all-heavy among them. After a round a contender is dropped if it is worse
 than the leader by a one-sided paired t-test at level 0.05 / (contenders x rounds). By Bonferroni's correction the
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 FIRST_ROUND, RACE_ROUNDS, ALPHA = 8, 8, 0.05
 CONFIRM = 1600  # rows at most
 MOST_RUNS = 5  # of one model, in schedules allocated step by step
+LIGHT_FIRST = (8, 4)  # one part in so many of time
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,33 @@ def sandwich_within(problem: Problem, limit: float) -> Schedule | None:
     return at(high)
 
 
+def light_first(problem: Problem, limit: float, part: int) -> Schedule | None:
+    """The light model at every step of the first 1/part of time, and then the heavy one in as many steps of one size as
+    the limit allows; None if there is no room for that."""
+    first = max(1, round(problem.steps / part))
+    share = Fraction(first, problem.steps)
+    if problem.light == problem.heavy or first == problem.steps:
+        return None
+
+    def at(steps: int) -> Schedule:
+        return Schedule((Segment(problem.light, first, share), Segment(problem.heavy, steps, 1 - share)))
+
+    limit *= 1 + SLACK
+    low, high = 1, problem.steps - first + 1
+    if problem.price(at(low)) > limit:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if problem.price(at(middle)) <= limit else (low, middle)
+    return at(low)
+
+
+def by_hand(problem: Problem, limit: float) -> list[Candidate]:
+    """`light_first` for each of LIGHT_FIRST, where steps may be larger than those of the full grid."""
+    found = [light_first(problem, limit, part) for part in LIGHT_FIRST if len(problem.densities) > 1]
+    return [named(problem, schedule, "light first, then fewer steps") for schedule in found if schedule is not None]
+
+
 def rivals_within(problem: Problem, limit: float) -> list[Candidate]:
     """Each model alone, in as many steps as the limit allows, and the sandwich."""
     found = []
@@ -137,6 +167,7 @@ def candidates(tuner: Tuner, limit: float) -> list[Candidate]:
         said_N = tuner.predict([tuner.choices[choice] for choice in near])
         for k in np.argsort(said_N, kind="stable")[:4].tolist():
             add(near[k], "proposed and measured")
+    found += by_hand(problem, limit)
     for names, what in ((pair, "two models, by the bound"), (models, "all models, by the bound")):
         if (schedule := by_the_bound(tuner, limit, names)) is not None:
             found.append(named(problem, schedule, what))

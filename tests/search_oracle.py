@@ -44,7 +44,10 @@ class Oracle(Trials):
 
     harm: Mapping[str, Harm] = field(default_factory=dict)  # by model, for a unit of time, at time t
     rough: float = 0.0  # what a step of size d adds is rough * d^2
+    rough_at: Harm = np.ones_like  # times this, at time t
     sd: float = 0.02
+    sd_at: Harm = np.ones_like  # times this, at the time where a schedule first leaves all-heavy
+    grid: int = 40  # steps of all-heavy
     asked: list[Schedule] = field(default_factory=list)
 
     def true_loss(self, schedule: Schedule) -> float:
@@ -54,7 +57,15 @@ class Oracle(Trials):
         harm = np.array(
             [float(self.harm[name](np.array([t]))[0]) for name, t in zip(table.models, middle, strict=True)]
         )
-        return float((harm * size).sum() + self.rough * (size**2).sum())
+        return float((harm * size).sum() + self.rough * (self.rough_at(middle) * size**2).sum())
+
+    def noise(self, schedule: Schedule) -> float:
+        """Rows under two schedules have the same tokens until these part."""
+        table = schedule.timetable()
+        for k, name in enumerate(table.models):
+            if name != self.heavy or abs(table.times[k + 1] - (1 - (k + 1) / self.grid)) > 1e-9:
+                return self.sd * float(self.sd_at(np.array([table.times[k]]))[0])
+        return 0.0
 
     def check(self, schedule: Schedule, first: int, rows: int) -> bool:
         return True  # there are no tokens
@@ -68,12 +79,12 @@ class Oracle(Trials):
             add_calls(self.spent.made, calls)
             add_calls(self.spent.now, calls)
             for law, schedule in chunk.schedules.items():
-                loss = self.true_loss(schedule)
+                loss, sd = self.true_loss(schedule), self.noise(schedule)
                 self.hashes[law, chunk.first, chunk.rows] = ""
                 for row in range(chunk.first, chunk.first + chunk.rows):
                     common = np.random.default_rng([self.seed, row]).normal()
                     own = np.random.default_rng([self.seed, row, zlib.crc32(law.encode())]).normal()
-                    self.log_ppl.setdefault(law, {})[row] = 2.0 + 0.2 * common + loss + self.sd * own
+                    self.log_ppl.setdefault(law, {})[row] = 2.0 + 0.2 * common + loss + sd * own
 
 
 def oracle_problem(
@@ -81,15 +92,16 @@ def oracle_problem(
     steps: int = 40,
     segments: int = 10,
     densities: Sequence[Fraction] = (Fraction(1),),
+    positions: int = 64,
     **options: Any,
 ) -> Problem:
     family = small_family((1, 3), 64)  # for its device and the like; its networks are not asked
     names = tuple(f"{depth}b" for depth in depths)
     judge = from_logits(family.judge, "oracle")
-    given = np.full((1, 64), -1)
-    trials = Oracle(family, judge, given, names[-1], batch=64, **options)
+    given = np.full((1, positions), -1)
+    trials = Oracle(family, judge, given, names[-1], batch=64, grid=steps, **options)
     prices = {name: Price(float(depth)) for name, depth in zip(names, depths, strict=True)}
-    free = np.array([64])
+    free = np.array([positions])
     return Problem(
         family, trials, names[0], names[-1], names, steps, segments, tuple(densities), "blocks", prices, free
     )
