@@ -20,8 +20,13 @@ the latter since rho becomes dy/y and the integral of m Bin(m; L, y) / y dy is t
 at every step at T = infinity has W = 1 for every m: the usual bound (see `bound`). The bound is additive over steps
 (`step_costs`), so the best placement of a given number of light steps, in likelihood, is a matter of sorting.
 
-All models see the same sets of positions, so differences of schedules are paired. Estimates are unbiased: sets are
-drawn with m stratified over 1 .. L in each row; short rows can be enumerated exactly instead.
+All models see the same sets of positions, so differences of schedules are paired. Sets are drawn with m stratified over
+1 .. L in each row; short rows can be enumerated exactly instead. A few draws hit a weight W that is lumpy, as that of
+large steps at the masked end, by chance. So only what a smooth curve g leaves of c is estimated from them,
+
+    sum_m W(m) c(m)  ~  sum_m W(m) g(m) + sum_d weight W(m_d) (c_d - g(m_d)),
+
+with g fitted to the rows of the other half, which keeps the estimate unbiased whatever g is.
 
 Shapes: N rows, D draws for each, K models, L positions, T steps, M = L + 1 mask counts from 0.
 """
@@ -32,6 +37,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -58,12 +64,33 @@ class BoundTable:
     weight_ND: np.ndarray  # so that sum_d weight f(m) c is an unbiased estimate of sum_m f(m) c(m)
     c_KND: np.ndarray
 
+    @cached_property
+    def smooth_K2M(self) -> np.ndarray:
+        """g for the rows of even and of odd number: a cubic in m fitted to the others; 0 if there are none."""
+        m = np.arange(self.length + 1)
+        out = np.zeros((len(self.models), 2, self.length + 1))
+        for half in (0, 1):
+            m_other = self.m_ND[1 - half :: 2].ravel()
+            degree = min(3, len(np.unique(m_other)) - 1)
+            for k, c_ND in enumerate(self.c_KND):
+                if len(m_other):
+                    fit = np.polynomial.Polynomial.fit(m_other, c_ND[1 - half :: 2].ravel(), degree, [0, self.length])
+                    out[k, half] = fit(m)
+        return out
+
+    @cached_property
+    def left_KND(self) -> np.ndarray:
+        """What g leaves of c, times the draws' weights."""
+        half_N1 = np.arange(len(self.m_ND))[:, None] % 2
+        return (self.c_KND - self.smooth_K2M[:, half_N1, self.m_ND]) * self.weight_ND
+
     def curve(self) -> np.ndarray:
-        """Mean over rows of each table entry, (K, L + 1); an entry is the sum of its draws' weights times c, over N, so
-        that `curve() @ W` is the estimate. Entries of sizes that were never drawn are 0."""
-        out = np.zeros((len(self.models), self.length + 1))
-        for k, c_ND in enumerate(self.c_KND):
-            np.add.at(out[k], self.m_ND.ravel(), (self.weight_ND * c_ND).ravel() / len(self.m_ND))
+        """(K, L + 1), so that `curve() @ W` is the estimate: the mean of g, and in the sizes that were drawn what it
+        leaves."""
+        n = len(self.m_ND)
+        out = (self.smooth_K2M * np.array([(n + 1) // 2, n // 2])[:, None] / n).sum(axis=1)
+        for k, left_ND in enumerate(self.left_KND):
+            np.add.at(out[k], self.m_ND.ravel(), left_ND.ravel() / n)
         return out
 
 
@@ -142,8 +169,9 @@ def schedule_bound(
 ) -> ScheduleBound:
     """The bound of a schedule (models' names, no roles) in `steps` steps: its own number if None, or infinity."""
     weight_KM = schedule_weights(table.models, schedule, steps, table.length, alpha)
-    each_KND = np.stack([weight_M[table.m_ND] for weight_M in weight_KM]) * table.weight_ND * table.c_KND
-    nats_N = each_KND.sum(axis=(0, 2))
+    each_KND = np.stack([weight_M[table.m_ND] for weight_M in weight_KM]) * table.left_KND
+    smooth_2 = np.einsum("km,khm->h", weight_KM, table.smooth_K2M)
+    nats_N = each_KND.sum(axis=(0, 2)) + smooth_2[np.arange(len(table.m_ND)) % 2]
     bits, low, high = (float(v) for v in metrics.mean_interval(nats_N / table.length / math.log(2)))
     return ScheduleBound(bits, low, high, len(nats_N), nats_N)
 
