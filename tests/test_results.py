@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,22 @@ def test_what_is_said_of_books_and_bpe() -> None:
     assert f"the sandwich is {hundredths(behind)} behind 12 blocks in 123 steps" in text and behind["ci"][0] > 0
     level = bpe["all"][0]["rows"][:3]
     assert all(row["against_recommended"]["ci"][0] <= 0 <= row["against_recommended"]["ci"][1] for row in level)
+
+
+def test_what_is_said_of_the_number_of_steps() -> None:
+    """docs/search.md: fewer steps cost half with twice the steps, the sandwich the same; light first is no worse."""
+    found = json.loads((ROOT / "results" / "search" / "wiki-char-lengths.json").read_text())["lengths"]
+    text = (ROOT / "docs" / "search.md").read_text()
+    for row in found:
+        cells = [
+            f"{100 * row[kind]['loss']:+.2f} ({100 * row[kind]['ci'][0]:.2f} to {100 * row[kind]['ci'][1]:.2f})"
+            for kind in ("steps", "sandwich", "first")
+        ]
+        assert f"| {row['length']} | {' | '.join(cells)} |" in text
+        assert row["first"]["loss"] < 1.02 * min(row["steps"]["loss"], row["sandwich"]["loss"])
+    for row, longer in pairwise(found):
+        assert 1.8 < row["steps"]["loss"] / longer["steps"]["loss"] < 2.2
+        assert row["sandwich"]["ci"][0] < longer["sandwich"]["loss"] < row["sandwich"]["ci"][1]
 
 
 def test_the_evidence_at_17_per_cent_is_mixed() -> None:
