@@ -220,6 +220,8 @@ def _search(problem: _Problem, within: np.ndarray) -> np.ndarray:
         if price_out <= price_in:  # the same but for rounding
             break
         candidate = max(0.0, (loss_in - loss_out) / (price_out - price_in))
+        if not math.isfinite(candidate):  # prices that differ by next to nothing
+            break
         paths = _Paths(problem, loss_KT + candidate * price_KT, price_KT)
         value = float(paths.first_TN[0, problem.graph.start]) - candidate * budget
         if value > bound:

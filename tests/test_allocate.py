@@ -95,6 +95,14 @@ def test_equal_to_brute_force_on_hard_cases(segments: int | None) -> None:
         check(-price_KT + rng.normal(size=(3, 6)) * rng.choice([0, 10]), price_KT, budget, segments)
 
 
+@pytest.mark.filterwarnings("error")
+def test_prices_that_differ_by_next_to_nothing() -> None:
+    tiny = 5e-324  # the smallest number there is: a gain divided by it is infinite
+    loss_KT, price_KT = np.array([[1.0, 2.0], [0.0, 0.0]]), np.array([[0.0, 0.0], [tiny, 0.0]])
+    for budget in (0.0, tiny, 1.0):
+        check(loss_KT, price_KT, budget, None)
+
+
 def test_prices_too_fine_for_64_bits() -> None:
     rng = np.random.default_rng(1)
     for _ in range(10):

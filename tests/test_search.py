@@ -435,7 +435,7 @@ def test_from_the_command_line_to_a_sample(
 def test_the_front_is_drawn(family: Family, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = search(family, budget="0:0.6:0.3", rows=300, segments=3, batch_size=8, progress=False)
-    assert "against the best rival" in render(found) and len(found["front"]) == 3
+    assert "against the best rival" in render(found, 120) and len(found["front"]) == 3
     assert plot_search(found, tmp_path / "front.svg").stat().st_size > 10_000
 
 
