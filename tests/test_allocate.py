@@ -97,10 +97,12 @@ def test_equal_to_brute_force_on_hard_cases(segments: int | None) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_prices_that_differ_by_next_to_nothing() -> None:
-    tiny = 5e-324  # the smallest number there is: a gain divided by it is infinite
-    loss_KT, price_KT = np.array([[1.0, 2.0], [0.0, 0.0]]), np.array([[0.0, 0.0], [tiny, 0.0]])
-    for budget in (0.0, tiny, 1.0):
-        check(loss_KT, price_KT, budget, None)
+    """A gain divided by such a difference is infinite, and infinity times a price of 0 is nothing at all."""
+    loss_KT = np.array([[1.0, 0.5, 0.0], [1.0, 1e6, 0.5]])
+    price_KT = np.array([[5e-324, 5e-324, 1e-310], [1e-300, 0.0, 2.0]])
+    for segments in (None, 2):
+        check(loss_KT, price_KT, float(price_KT.min(axis=0).sum()), segments)
+        check(loss_KT, price_KT, 1.00000000000005e-310, segments)
 
 
 def test_prices_too_fine_for_64_bits() -> None:
