@@ -31,7 +31,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -41,7 +42,11 @@ from torch import Tensor
 from relaylm.errors import UserError
 from relaylm.plan import uniforms
 from relaylm.schedule import Timetable
+from relaylm.text import read_text
 from relaylm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from relaylm.family import Family
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,14 @@ class Bound:
 
 def in_words(bits: float, low: float, high: float) -> str:
     return f"{bits:.4f} bits per symbol (95%: {low:.4f} to {high:.4f}), perplexity {2.0**bits:.4g}"
+
+
+def held_out(family: Family | None, text: str | Path | None = None) -> np.ndarray | None:
+    """Tokens of the held-out text, if there is one."""
+    if family is None or family.tokenizer is None:
+        return None
+    file = text if text is not None else family.heldout
+    return None if file is None else np.asarray(family.tokenizer.encode(read_text(file), strict=False))
 
 
 def spread_rows(tokens_N: np.ndarray | Sequence[int], length: int, rows: int | None = None) -> np.ndarray:

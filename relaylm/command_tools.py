@@ -104,15 +104,14 @@ def load_family(args: argparse.Namespace) -> Any:
 
 def token_rows(family: Any, path: str | None, length: int, rows: int | None) -> Any:
     """Rows of a text's tokens, spread over it; the text is the family's own held-out one if none is named."""
-    from relaylm.bound import spread_rows
-    from relaylm.text import read_text
+    from relaylm.bound import held_out, spread_rows
 
     if family.tokenizer is None:
         raise UserError("this family has no tokenizer, so it cannot read a text")
-    chosen = path or family.heldout
-    if chosen is None:
+    tokens_N = held_out(family, path or None)
+    if tokens_N is None:
         raise UserError("this family comes without a held-out text: name one with --text FILE")
-    return spread_rows(family.tokenizer.encode(read_text(chosen), strict=False), length, rows)
+    return spread_rows(tokens_N, length, rows)
 
 
 def reason(error: BaseException) -> str:

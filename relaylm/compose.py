@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from relaylm import metrics
-from relaylm.bound import spread_rows
+from relaylm.bound import held_out, spread_rows
 from relaylm.comparison import _content_key, _model_key, _open_store
 from relaylm.decoding import Rule, parse_rule
 from relaylm.errors import UserError
@@ -38,7 +38,6 @@ from relaylm.judge import Judge, Scores, load_judge, score
 from relaylm.progress import progress_bar
 from relaylm.sampler import sample
 from relaylm.schedule import Schedule
-from relaylm.text import read_text
 
 if TYPE_CHECKING:
     from relaylm.family import Family
@@ -270,11 +269,8 @@ class _Work:
 
     def heldout(self) -> dict[str, Any] | None:
         """As many rows of the text that came with the family, judged as samples are; None if there are none."""
-        tokenizer, path = self.family.tokenizer, self.family.heldout
-        if tokenizer is None or path is None:
-            return None
-        tokens_N = tokenizer.encode(read_text(path), strict=False)
-        if len(tokens_N) < self.length:
+        tokenizer, tokens_N = self.family.tokenizer, held_out(self.family)
+        if tokenizer is None or tokens_N is None or len(tokens_N) < self.length:
             return None
         tokens_nL = spread_rows(tokens_N, self.length, self.n)
         return {"rows": len(tokens_nL), **self._judged(tokens_nL, [tokenizer.decode(row) for row in tokens_nL])[1]}

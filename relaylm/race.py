@@ -20,7 +20,7 @@ Shapes: S schedules, n rows, K models, T steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
@@ -62,34 +62,33 @@ def named(problem: Problem, schedule: Schedule, what: str) -> Candidate:
 # ------------------------------------------------------------------------------------------------ who runs
 
 
+def _most(price: Callable[[int], float], low: int, high: int, limit: float) -> int | None:
+    """The largest number from low to high whose price, which rises with it, is within a limit; None if no one's is."""
+    limit *= 1 + SLACK
+    if low > high or price(low) > limit:
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if price(middle) <= limit else (low, middle - 1)
+    return low
+
+
 def steps_within(problem: Problem, model: str, limit: float) -> int | None:
     """The most steps, up to T, that one model may take within a limit; None if not even one fits."""
-    limit *= 1 + SLACK
-    if problem.price(problem.alone(model, 1)) > limit:
-        return None
-    low, high = 1, problem.steps + 1  # the price rises with the number of steps
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if problem.price(problem.alone(model, middle)) <= limit else (low, middle)
-    return low
+    return _most(lambda steps: problem.price(problem.alone(model, steps)), 1, problem.steps, limit)
 
 
 def sandwich_within(problem: Problem, limit: float) -> Schedule | None:
     """The sandwich of the light and the heavy model with the fewest light steps that is within a limit."""
 
-    def at(light_steps: int) -> Schedule:
-        first, last = (light_steps + 1) // 2, light_steps // 2
-        runs = [(problem.light, first), (problem.heavy, problem.steps - light_steps), (problem.light, last)]
+    def at(heavy_steps: int) -> Schedule:
+        last = (problem.steps - heavy_steps) // 2
+        first = problem.steps - heavy_steps - last
+        runs = [(problem.light, first), (problem.heavy, heavy_steps), (problem.light, last)]
         return Schedule(tuple(Segment(name, count) for name, count in runs if count))
 
-    limit *= 1 + SLACK
-    if problem.price(at(problem.steps)) > limit:
-        return None
-    low, high = -1, problem.steps
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if problem.price(at(middle)) <= limit else (middle, high)
-    return at(high)
+    steps = _most(lambda steps: problem.price(at(steps)), 0, problem.steps, limit)
+    return None if steps is None else at(steps)
 
 
 def light_first(problem: Problem, limit: float, part: int) -> Schedule | None:
@@ -103,14 +102,8 @@ def light_first(problem: Problem, limit: float, part: int) -> Schedule | None:
     def at(steps: int) -> Schedule:
         return Schedule((Segment(problem.light, first, share), Segment(problem.heavy, steps, 1 - share)))
 
-    limit *= 1 + SLACK
-    low, high = 1, problem.steps - first + 1
-    if problem.price(at(low)) > limit:
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if problem.price(at(middle)) <= limit else (low, middle)
-    return at(low)
+    steps = _most(lambda steps: problem.price(at(steps)), 1, problem.steps - first, limit)
+    return None if steps is None else at(steps)
 
 
 def by_hand(problem: Problem, limit: float) -> list[Candidate]:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from relaylm import experiments, mdlm_experiments, paper
+from relaylm.bound import held_out
 from relaylm.checkpoint import write_json
 from relaylm.claims import Verdict, verdicts
 from relaylm.document import Block, Heading, Table, Text, write
@@ -30,7 +31,6 @@ from relaylm.family import Family
 from relaylm.provenance import how_made
 from relaylm.sections import SECTIONS, where_it_peaks
 from relaylm.store import Store, content_key
-from relaylm.text import read_text
 
 COMMITTED = Path(__file__).resolve().parent.parent / "results" / "reproduce" / "data"
 FORMAT = 1  # of an experiment's data
@@ -226,14 +226,6 @@ def _key(experiment: Experiment, setup: Setup) -> str:
     return content_key(
         name, asdict(setup.scale), families, text, str(setup.judge), setup.seed, setup.family.device.type
     )
-
-
-def held_out(family: Family | None, text: str | Path | None) -> np.ndarray | None:
-    """Tokens of the held-out text, if there is one."""
-    if family is None or family.tokenizer is None:
-        return None
-    file = text if text is not None else family.heldout
-    return None if file is None else np.asarray(family.tokenizer.encode(read_text(file), strict=False))
 
 
 def load(file: Path) -> dict[str, Any] | None:

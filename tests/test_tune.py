@@ -20,7 +20,7 @@ from relaylm.cost import Price, mean_price
 from relaylm.family import Family
 from relaylm.race import by_hand, candidates, light_first, rivals_within, sandwich_within, steps_within
 from relaylm.schedule import Schedule, all_placements
-from relaylm.schedule_bound import schedule_bound
+from relaylm.schedule_bound import measure_table, schedule_bound
 from relaylm.schedule_search import Problem, limits, search
 from relaylm.surrogate import SLACK, Space, best, features, fit, front
 from relaylm.trials import counted
@@ -410,6 +410,21 @@ def test_tune_goes_on_from_a_store(family: Family, tmp_path: Path) -> None:
     assert again["confirmed"] == first["confirmed"]
     assert again["calls"]["calls_made"] == first["calls"]["calls_made"]
     assert again["tuned"] == first["tuned"]
+
+
+def test_what_saving_costs_by_length(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tools/record_lengths.py takes the three kinds it compares out of a quick search."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "tools"))
+    from record_lengths import KINDS, SAVED, picked
+
+    text = np.random.default_rng(3).integers(0, 27, (6, 16))
+    found = picked(search(family, budget=SAVED, quick=True, text=text, segments=4, progress=False))
+    assert found.keys() == KINDS.keys() and all(row["saved"] >= SAVED for row in found.values())
+    table = measure_table(family.models, text, family.mask_id, draws=8)
+    heavy = schedule_bound(table, Schedule.parse("3b:16")).nats_N
+    for row in found.values():
+        nats_N = schedule_bound(table, Schedule.parse(row["schedule"])).nats_N
+        assert row["loss"] == pytest.approx(float((nats_N - heavy).mean()) / 16, abs=1e-9)
 
 
 def test_quick_looks_at_the_bound_alone(family: Family) -> None:

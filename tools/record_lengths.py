@@ -13,13 +13,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from relaylm.bound import spread_rows
+from relaylm.bound import held_out, spread_rows
 from relaylm.checkpoint import write_json
 from relaylm.errors import UserError
 from relaylm.family import Family
 from relaylm.provenance import how_made
 from relaylm.report import COLOURS, MARKERS, _figure, _save
-from relaylm.reproduce import held_out
 from relaylm.schedule_search import search
 
 SAVED = 1 / 6
@@ -38,7 +37,7 @@ def main() -> None:
     parser.add_argument("--symbols", type=int, default=16384, help="of held-out text at each length")
     options = parser.parse_args()
     family = Family.load(options.family, device=options.device)
-    if (text := held_out(family, None)) is None:
+    if (text := held_out(family)) is None:
         raise UserError(f"{options.family} has no held-out text beside it (heldout.txt)")
     found = []
     for length in (length for length in (32, 64, 128, 256, 512, 1024) if length <= family.length):
