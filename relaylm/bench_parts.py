@@ -85,15 +85,15 @@ class Job:
     def times(self) -> list[float]:
         return [k / self.steps for k in range(self.steps, -1, -1)]
 
-    def plan(self, rows: int, free: int) -> Plan:
+    def plan(self, rows: int, free: int, first_row: int = 0) -> Plan:
         """A plan whose positions are given, random tokens, but for the last `free`: fewer calls of the same cost."""
         if free >= self.length:
-            return make_plan(rows, self.length, self.seed)
+            return make_plan(rows, self.length, self.seed, first_row=first_row)
         a = self.heavy.engine.architecture
         given = corrupted((rows, self.length), 0.0, a.mask_id, a.vocab_size, self.seed).numpy()
         given[given == a.mask_id] = 0
         given[:, self.length - free :] = -1
-        return make_plan(rows, self.length, self.seed, given)
+        return make_plan(rows, self.length, self.seed, given, first_row)
 
     def window(self, side: Side, level: float, count: int, batch: int) -> Window:
         return Window(side, level, self.steps, count, batch, self.length, self.seed)
@@ -335,35 +335,42 @@ def shares(job: Job, row_step_seconds: float) -> dict[str, Any]:
     for share in (0, 100):
         job.engine(warm, share, kept=kept)
     saved: dict[int, list[float]] = {share: [] for share in SHARES}
-    done: dict[int, Samples] = {}
+    done: dict[int, list[Samples]] = {share: [] for share in SHARES}
     for i in range(repeats):
         order = [*SHARES, 0] if i % 2 == 0 else [0, *SHARES[::-1]]
         times: dict[int, list[float]] = {}
+        # Other rows in each pass: how far each model's calls are from a whole number of batches is chance, and in runs
+        # this short a call more or less shows.
+        plan = job.plan(rows, free, first_row=i * rows)
         for share in order:
-            seconds, done[share] = job.engine(plan, share, kept=kept)
+            seconds, samples = job.engine(plan, share, kept=kept)
             times.setdefault(share, []).append(seconds)
+            done[share].append(samples)
         base = float(np.mean(times[0]))
         for share in SHARES:
             saved[share] += [1 - seconds / base for seconds in times[share]]
     entries, x, y = [], [], []
     for share in SHARES:
-        cost = done[share].cost
-        sd = float(np.std(saved[share], ddof=1)) if repeats > 1 else 0.0
-        mean, light = float(np.mean(saved[share])), cost.calls["light"] / cost.total_calls
+        costs = [samples.cost for samples in done[share]]
+        light = [cost.calls["light"] / cost.total_calls for cost in costs]
+        flops = [cost.flops_saved or 0.0 for cost in costs]
+        apart = np.asarray(saved[share]) - np.asarray(flops)  # each pass against its own operations
+        error = float(np.std(apart, ddof=1)) / math.sqrt(repeats) if repeats > 1 else 0.0
         entries.append(
             {
                 "light_share": share / 100,
-                "light_share_of_calls": light,
-                "flops_saved": cost.flops_saved,
-                "blocks_saved": cost.blocks_saved,
-                "wall_saved": mean,
-                "wall_saved_sd": sd,
+                "light_share_of_calls": float(np.mean(light)),
+                "flops_saved": float(np.mean(flops)),
+                "blocks_saved": costs[0].blocks_saved,
+                "wall_saved": float(np.mean(saved[share])),
+                "wall_saved_sd": float(np.std(saved[share], ddof=1)) if repeats > 1 else 0.0,
                 "wall_saved_all": saved[share],
-                "padded_calls": cost.padded_calls,
-                "significantly_below_flops": bool(mean + 2 * sd / math.sqrt(repeats) < (cost.flops_saved or 0.0)),
+                "wall_minus_flops_all": apart.tolist(),
+                "padded_calls": [cost.padded_calls for cost in costs],
+                "significantly_below_flops": bool(apart.mean() + 2 * error < 0),
             }
         )
-        x += [light] * len(saved[share])
+        x += light
         y += saved[share]
     how = f"{rows} rows, {free} of {job.length} positions free (the rest given), {repeats} passes"
     return {"shares": entries, "slope": {**_fit(x, y), "over": "light share of calls"}, "shares_measured_on": how}

@@ -20,6 +20,8 @@ from relaylm.diffusion import Alpha
 from relaylm.engine import Call, Shape
 from relaylm.plan import Events, Plan
 
+LONG_STRETCH = 4  # events in a row for one model, on average, from which rows keep in step
+
 
 class Queue:
     """Rows in flight, their next events, and the choice of the next batch."""
@@ -29,9 +31,18 @@ class Queue:
         self.next_n = events.row_ptr_n1[:-1].copy()  # each row's next event
         self.end_n = events.row_ptr_n1[1:]
         self.model_n = np.zeros(plan.n, dtype=np.int64)  # the model its next event asks for; set by the caller
-        self.stretch_E = np.zeros(len(shapes_E), dtype=np.int64)  # events left until the row changes model, if known
         self.in_flight = in_flight
         self.line_up()
+        # Of each event, where it is known: its row's changes of model ahead, and the events until the first of them.
+        self.changes_E = np.zeros(len(shapes_E), dtype=np.int64)
+        self.stretch_E = np.zeros(len(shapes_E), dtype=np.int64)
+        self.in_step = False
+
+    def foresee(self, model_E: np.ndarray) -> None:
+        """Take note of what every event will ask for."""
+        self.changes_E, self.stretch_E = changes_ahead(model_E, self.events.row_ptr_n1)
+        stretches = int(np.count_nonzero(self.stretch_E == 1))
+        self.in_step = len(model_E) >= LONG_STRETCH * stretches
 
     def line_up(self) -> None:
         """All rows that have anything to do, in order: the first of them in flight, the others waiting."""
@@ -39,22 +50,34 @@ class Queue:
         self.pool, self.waiting = self.todo[: self.in_flight], self.todo[self.in_flight :]
 
     def take(self) -> Call | None:
-        """The next batch. The row with the most left to do says which model and shape; of the rows that want the same,
-        those come along that have the furthest to go until they change model. So rows keep together, cross from one
-        model to the next together, and finish together, and batches are full all the way: with two batches' worth of
-        rows under half a per cent of the places of a sandwich stay empty. (Taking the largest group instead leaves
-        stragglers on both sides of every change of model, and half-empty batches with them.)"""
+        """The next batch: a row that must not fall behind says which model and shape, and of the rows that want the
+        same those come along that have the furthest to go until they change model.
+
+        Where models serve long stretches, the one to wait for is the row with the most changes of model ahead. So all
+        rows cross from one model to the next together and finish together, and batches are full all the way: with two
+        batches' worth of rows a sandwich leaves a few places in a thousand empty. Where models alternate quickly (or
+        nobody knows what is to come) it is the row with the most left to do, and a full batch of others goes first
+        unless that row alone decides how long the rest takes."""
         pool = self.pool
         if not len(pool):
             return None
-        key = self.model_n[pool] * len(self.shapes) + self.shapes_E[self.next_n[pool]]
-        left = self.end_n[pool] - self.next_n[pool]
-        group = int(key[left.argmax()])
+        event = self.next_n[pool]
+        key = self.model_n[pool] * len(self.shapes) + self.shapes_E[event]
+        left, stretch = self.end_n[pool] - event, self.stretch_E[event]
+        if self.in_step:
+            leader = int(np.lexsort((left, stretch, self.changes_E[event]))[-1])
+        else:
+            leader = int(left.argmax())
+            full = np.bincount(key)[key] >= self.shapes[0].rows
+            waits = not full[leader] and left[leader] * self.shapes[0].rows < left.sum()
+            if waits and full.any():
+                leader = int(np.where(full, left, -1).argmax())
+        group = int(key[leader])
         model, shape = group // len(self.shapes), self.shapes[group % len(self.shapes)]
-        ready = pool[key == group]
+        wanted = key == group
+        ready = pool[wanted]
         if len(ready) > shape.rows:
-            furthest = np.lexsort((-left[key == group], -self.stretch_E[self.next_n[ready]]))
-            ready = ready[furthest[: shape.rows]]
+            ready = ready[np.lexsort((-left[wanted], -stretch[wanted]))[: shape.rows]]
         counts = self.events.count_E[self.next_n[ready]]
         if counts.sum() > shape.kept:  # keep to the room the head has
             fits = int(np.searchsorted(np.cumsum(counts), shape.kept, side="right"))
@@ -92,6 +115,19 @@ class Queue:
             room = self.in_flight - len(self.pool)
             self.pool = np.concatenate([self.pool, self.waiting[:room]])
             self.waiting = self.waiting[room:]
+
+
+def changes_ahead(model_E: np.ndarray, row_ptr_n1: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each event: how often its row changes model after it, and how many of the row's events remain, itself
+    included, before the first change (or the end)."""
+    index, changed = np.arange(len(model_E)), np.zeros(len(model_E) + 1, dtype=bool)
+    changed[1:-1] = model_E[1:] != model_E[:-1]
+    changed[row_ptr_n1] = False  # another row is no change
+    number = np.cumsum(changed)
+    last_E = np.repeat(row_ptr_n1[1:] - 1, np.diff(row_ptr_n1))  # its row's last event
+    changed[row_ptr_n1] = True
+    edges = np.flatnonzero(changed)
+    return number[last_E] - number[index], edges[np.searchsorted(edges, index, side="right")] - index
 
 
 def distinct_pairs(a_E: np.ndarray, b_E: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray, np.ndarray]:

@@ -178,7 +178,7 @@ def denoise(
     events = make_events(plan, times, alpha)
     batch = batch_size or plan.n
     shapes, shapes_E = call_shapes(events, times, alpha, plan.length, batch)
-    queue = Queue(plan, events, shapes_E, shapes, in_flight=8 * batch)
+    queue = Queue(plan, events, shapes_E, shapes, in_flight=32 * batch)
     model_E = _static_models(rule, events, names)
     if engine is None:
         engine = Engine(list(models.values()), plan, mask_id, law, device, scored=model_E is None)
@@ -189,7 +189,7 @@ def denoise(
         engine.load(plan.rows_n, np.where(plan.given_nL < 0, mask_id, plan.given_nL))
     memory = None
     if model_E is not None:
-        queue.stretch_E = _stretches(model_E, events)
+        queue.foresee(model_E)
     else:
         memory = _Memory(rule, names, plan, events, 0 if times is None else len(times) - 1)
         model_E = np.full(len(events.step_E), -1, dtype=np.int64)
@@ -313,16 +313,6 @@ def _static_models(rule: Policy | Schedule, events: Events, names: tuple[str, ..
     # From the masked end, segment j owns the times in (ends[j], ends[j-1]].
     owner = np.searchsorted(-np.asarray(rule.ends), -events.t_E, side="right")
     return np.array([names.index(segment.model) for segment in rule.segments])[owner]
-
-
-def _stretches(model_E: np.ndarray, events: Events) -> np.ndarray:
-    """For each event, how many of its row's events remain, itself included, before the model changes."""
-    begins = np.zeros(len(model_E) + 1, dtype=bool)  # does a stretch begin here?
-    begins[1:-1] = model_E[1:] != model_E[:-1]
-    begins[events.row_ptr_n1] = True
-    edges = np.flatnonzero(begins)
-    index = np.arange(len(model_E))
-    return edges[np.searchsorted(edges, index, side="right")] - index
 
 
 def _named(policy: Policy | Schedule) -> str:

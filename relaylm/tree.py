@@ -475,7 +475,7 @@ class _Runner:
         index_E = np.repeat(begin_m - ptr_m1[:-1], count_m) + np.arange(ptr_m1[-1])
         names = ("step_E", "t_E", "start_E", "count_E")
         own = replace(events, row_ptr_n1=ptr_m1, **{name: getattr(events, name)[index_E] for name in names})
-        queue = Queue(self.places, own, self.shapes_E[index_E], self.shapes, in_flight=8 * self.batch)
+        queue = Queue(self.places, own, self.shapes_E[index_E], self.shapes, in_flight=32 * self.batch)
         queue.model_n[: len(model_m)] = model_m
         self.engine.load(rows_m, tokens_mL)
         with settings(self.engine.device):

@@ -3,6 +3,7 @@ counted, logits only where they are needed. (Its law is in test_law.)"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from typing import Any
@@ -20,10 +21,10 @@ from relaylm.denoiser import Architecture, FromLogits, Transformer, build, expec
 from relaylm.diffusion import LINEAR, Alpha
 from relaylm.engine import Engine
 from relaylm.errors import UserError
-from relaylm.event_queue import Queue, call_shapes, distinct_pairs
+from relaylm.event_queue import Queue, call_shapes, changes_ahead, distinct_pairs
 from relaylm.family import Family
 from relaylm.plan import Plan, make_events, make_plan, uniforms
-from relaylm.sampler import Event, Law, Samples, _stretches, denoise, sample
+from relaylm.sampler import Event, Law, Samples, denoise, sample
 from relaylm.schedule import RowState, Schedule, SwitchByMaskFraction, Timetable
 
 INF = math.inf
@@ -604,24 +605,51 @@ def test_the_record_names_policies_readably() -> None:
     assert denoise({"a": model}, always, plan, mask_id=4, steps=3).schedule == "always"
 
 
-def test_two_batches_of_rows_fill_a_sandwich() -> None:
-    """What Queue.take promises, at the size of the paper, without a network."""
-    plan, schedule = make_plan(128, 1024, 0), Schedule.parse("a:125 b:750 a:125")
-    table = schedule.timetable()
+def empty_places(text: str, rows: int, length: int, steps: int, batch: int, known: bool = True) -> float:
+    """The share of the places of a schedule's calls that stay empty, a call of b weighing four times one of a: without
+    a network."""
+    plan, table = make_plan(rows, length, 0), Schedule.parse(text).bind("a", "b").timetable(steps)
     events = make_events(plan, table.times)
-    shapes, shapes_E = call_shapes(events, table.times, LINEAR, 1024, rows=64)
+    shapes, shapes_E = call_shapes(events, table.times, LINEAR, length, rows=batch)
     model_E = np.array([name == "b" for name in table.models], dtype=np.int64)[table.steps - events.step_E]
-    queue = Queue(plan, events, shapes_E, shapes, in_flight=512)
-    queue.stretch_E = _stretches(model_E, events)
+    queue = Queue(plan, events, shapes_E, shapes, in_flight=32 * batch)
+    if known:
+        queue.foresee(model_E)
     queue.model_n[queue.todo] = model_E[queue.next_n[queue.todo]]
-    places = rows = 0
+    places = filled = done = 0
     while (call := queue.take()) is not None:
         assert set(model_E[call.events_R]) == {call.model}
         queue.advance(call)
         going = call.rows_R[queue.next_n[call.rows_R] < queue.end_n[call.rows_R]]
         queue.model_n[going] = model_E[queue.next_n[going]]
-        places, rows = places + call.shape.rows, rows + len(call.rows_R)
-    assert rows == len(model_E) and places - rows < 0.005 * rows
+        weight = 1 + 3 * call.model
+        places, filled = places + weight * call.shape.rows, filled + weight * len(call.rows_R)
+        done += len(call.rows_R)
+    assert done == len(model_E)
+    return 1 - filled / places
+
+
+@pytest.mark.parametrize("share", [10, 25, 50, 80, 90])
+def test_two_batches_of_rows_fill_a_sandwich(share: int) -> None:
+    """What Queue.take promises, at the size of the paper."""
+    assert empty_places(f"sandwich:{share}%", rows=132, length=1024, steps=1000, batch=66) < 0.005
+
+
+def test_rows_keep_in_step_through_many_models_and_fill_quick_changes() -> None:
+    segments = " ".join(f"{'LH'[k % 2]}32" for k in range(8))
+    assert empty_places(segments, rows=400, length=256, steps=256, batch=264) < 0.02
+    assert empty_places("interleaved:25%", rows=160, length=1024, steps=1000, batch=66) < 0.005
+    assert empty_places("interleaved:25%", rows=160, length=1024, steps=1000, batch=66, known=False) < 0.005
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=5))
+def test_changes_ahead_are_those_one_counts(rows: list[list[int]]) -> None:
+    ptr = np.cumsum([0, *map(len, rows)])
+    changes_E, stretch_E = changes_ahead(np.array([m for row in rows for m in row], dtype=np.int64), ptr)
+    for row, start in zip(rows, ptr, strict=False):
+        for k in range(len(row)):
+            runs = [len(list(run)) for _, run in itertools.groupby(row[k:])]
+            assert (changes_E[start + k], stretch_E[start + k]) == (len(runs) - 1, runs[0])
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3000)), max_size=60))
