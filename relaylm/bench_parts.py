@@ -48,7 +48,7 @@ class Effort:
         if quick:
             return cls(4, 3, 2, 8, 1, 2, 10.0, 4)
         if device.type == "cuda":
-            return cls(100, 20, 6, 1000, 1, 3, 100.0, 20)
+            return cls(100, 20, 6, 1000, 1, 3, 130.0, 20)
         return cls(100, 34, 3, 64, 2, 3, 240.0, 20)
 
 
@@ -179,18 +179,26 @@ def against_reference(job: Job, batch: dict[str, int]) -> dict[str, Any]:
 
 
 def other_windows(job: Job, batch: int, compiled: bool) -> float:
-    """Milliseconds per row-step of the cached or the compiled reference, heavy model, mean over the levels."""
+    """Milliseconds per row-step of the cached or the compiled reference, heavy model, mean over the levels. At the
+    plain reference's best batch, or at half of it where that takes too much memory: the cache keeps probabilities."""
     step = compiled_step(job.heavy) if compiled else None
     values = []
-    with torch.inference_mode():
-        for level in LEVELS:
-            window = job.window(job.heavy, level, job.effort.window_other, batch)
-            if step is None:
-                values.append(window.ms(window.ddpm_cache))
-            else:
-                window.compiled(step, 3)  # compiles
-                values.append(window.ms(lambda w=window: w.compiled(step)))  # type: ignore[misc]
-    return float(np.mean(values))
+    try:
+        with torch.inference_mode():
+            for level in LEVELS:
+                window = job.window(job.heavy, level, job.effort.window_other, batch)
+                if step is None:
+                    values.append(window.ms(window.ddpm_cache))
+                else:
+                    window.compiled(step, 3)  # compiles
+                    values.append(window.ms(lambda w=window: w.compiled(step)))  # type: ignore[misc]
+        return float(np.mean(values))
+    except torch.OutOfMemoryError:
+        if batch == 1:
+            raise
+    if job.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return other_windows(job, batch // 2, compiled)
 
 
 def trajectory(job: Job, sweep: dict[str, Any]) -> dict[str, Any]:
@@ -324,7 +332,8 @@ def _fit(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
 def shares(job: Job, row_step_seconds: float) -> dict[str, Any]:
     """Time and operations saved by light share. Passes go up and down the shares, all-heavy at both ends of each."""
     repeats = job.effort.repeats
-    rows = 8 * job.batch  # many rows with few free positions: then mixed batches are full, as in long runs
+    batch = max(1, job.batch // 2) if job.device.type == "cuda" else job.batch  # in short runs whole ones are coarse
+    rows = 8 * batch  # many rows with few free positions: then mixed batches are full, as in long runs
     runs = repeats * (len(SHARES) * 0.7 + 1) + 1
     full = row_step_seconds * job.steps * rows  # seconds of an all-heavy run of whole rows
     free = int(np.clip(job.length * job.effort.share_seconds / (runs * full), min(4, job.length), job.length))
@@ -333,7 +342,7 @@ def shares(job: Job, row_step_seconds: float) -> dict[str, Any]:
     kept = Engine([job.light.engine, job.heavy.engine], plan, job.heavy.engine.mask_id, Law(), job.device)
     warm = plan if job.device.type == "cuda" else job.plan(rows, min(free, 4))  # all shapes where they are captured
     for share in (0, 100):
-        job.engine(warm, share, kept=kept)
+        job.engine(warm, share, batch, kept)
     saved: dict[int, list[float]] = {share: [] for share in SHARES}
     done: dict[int, list[Samples]] = {share: [] for share in SHARES}
     for i in range(repeats):
@@ -343,7 +352,7 @@ def shares(job: Job, row_step_seconds: float) -> dict[str, Any]:
         # this short a call more or less shows.
         plan = job.plan(rows, free, first_row=i * rows)
         for share in order:
-            seconds, samples = job.engine(plan, share, kept=kept)
+            seconds, samples = job.engine(plan, share, batch, kept)
             times.setdefault(share, []).append(seconds)
             done[share].append(samples)
         base = float(np.mean(times[0]))
@@ -372,7 +381,7 @@ def shares(job: Job, row_step_seconds: float) -> dict[str, Any]:
         )
         x += light
         y += saved[share]
-    how = f"{rows} rows, {free} of {job.length} positions free (the rest given), {repeats} passes"
+    how = f"{rows} rows in batches of {batch}, {free} of {job.length} positions free (the rest given), {repeats} passes"
     return {"shares": entries, "slope": {**_fit(x, y), "over": "light share of calls"}, "shares_measured_on": how}
 
 

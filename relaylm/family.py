@@ -120,20 +120,15 @@ class Family:
         return names
 
     def batch_size(self, n: int, length: int) -> int:
-        """Rows in a call, where nobody has said, at most n.
+        """Rows in a call, where nobody has said: a power of two, at most n.
 
         CPU: about a million activations (B * length * width), 1024 to 4096 tokens, so that a block's working set stays
-        in the caches; a power of two. CUDA: 512 tokens for each multiprocessor, with which the matrix products' tiles
-        of 128 and 256 tokens come out even (66 rows of 1024 on 132 of them); a power of two if half of the free memory
-        does not hold those, at 40 bytes for each of a row's activations and 16 for each logit of 8 due positions."""
+        in the caches. CUDA: 131,072 tokens (128 rows of 1024), or less if half of the free memory does not hold them,
+        at 40 bytes for each of a row's activations and 16 for each logit of 8 due positions."""
         width = max(getattr(getattr(model, "architecture", None), "width", 256) for model in self.models.values())
         if self.device.type == "cuda":
-            rows = 512 * torch.cuda.get_device_properties(self.device).multi_processor_count // length
             free, _ = torch.cuda.mem_get_info(self.device)
-            room = free // 2 // (40 * length * width + 16 * 8 * self.vocab_size)
-            if rows <= room:
-                return max(1, min(n, rows))
-            rows = room
+            rows = min(131_072 // length, free // 2 // (40 * length * width + 16 * 8 * self.vocab_size))
         else:
             rows = min(4096, max(1024, (1 << 20) // width)) // length
         return max(1, min(n, 1 << max(0, int(rows).bit_length() - 1)))
