@@ -48,7 +48,7 @@ class Effort:
         if quick:
             return cls(4, 3, 2, 8, 1, 2, 10.0, 4)
         if device.type == "cuda":
-            return cls(100, 20, 6, 1000, 1, 3, 130.0, 20)
+            return cls(100, 20, 6, 1000, 1, 3, 90.0, 20)
         return cls(100, 34, 3, 64, 2, 3, 240.0, 20)
 
 

@@ -38,7 +38,7 @@ DREAM_EPS = 1e-3  # Dream's last time before 0
 
 
 # ---------------------------------------------------------------------------------------------- how sure is a place?
-# Each takes log-probabilities (N, V) in float64 under the law that tokens are drawn from (temperature, nucleus applied)
+# Each takes log-probabilities (N, V) under the law that tokens are drawn from (temperature, nucleus applied)
 # and under the model's own, and the drawn tokens; larger is surer.
 
 

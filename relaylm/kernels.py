@@ -3,6 +3,7 @@ r"""The engine's CUDA kernels, in Triton. Optional: everything here has a plain 
 These close the gaps between the matrix products (`products`, cuBLAS and cuDNN):
 
 - `norm`: LayerNorm of the float32 residual stream, in one pass;
+- `norm_from_table`: the same where the stream begins, which it makes from token ids and the first branch;
 - `rotate_`: rotary embedding of queries and keys, in place in the qkv matrix;
 - `attend_few`: attention of a few queries, without values;
 - `race`: the exponential race of `plan.race`, over the noise of `plan.token_noise`, word for word;
@@ -142,57 +143,68 @@ if triton is not None:
         FLOORS: tl.constexpr,
         TILE: tl.constexpr,
     ):
-        """Race a tile of blocks in full, if one of them could hold the winner."""
+        """Of a row's tiles of blocks, every so manyeth: race those in full that could hold the winner."""
         n = tl.program_id(0)
-        tile = tl.program_id(1)
         which = tl.arange(0, FLOORS)
         floor = tl.max(tl.load(floors + n * floor_count + which, mask=which < floor_count, other=-float("inf")), axis=0)
-        block = tile * TILE + tl.arange(0, TILE)
-        ceiling = tl.max(tl.load(ceilings + n * blocks + block, mask=block < blocks, other=-float("inf")), axis=0)
         best = tl.full((), -float("inf"), tl.float64)
         winner = tl.full((), 0, tl.int32)
-        if ceiling.to(tl.float64) >= floor:
-            row, position, draw = tl.load(row_n + n), tl.load(position_n + n), tl.load(draw_n + n)
-            slots = tl.arange(0, 64)
-            token = block[:, None] * 64 + slots[None, :]
-            allowed = token < vocab
-            base = logits + n.to(tl.int64) * stride
-            value = tl.load(base + token, mask=allowed, other=-float("inf")).to(tl.float64)
-            key0, key1 = k0.to(tl.uint32), k1.to(tl.uint32)
-            minimum, slot = _block_minimum(block, position, row, draw, key0, key1)
-            pair = (token // 2).to(tl.uint32)
-            zero = pair & 0
-            use = zero + (draw * 256 + 2).to(tl.uint32)
-            t0, t1, t2, t3 = _philox(pair, zero + position.to(tl.uint32), zero + row.to(tl.uint32), use, key0, key1)
-            odd = (token % 2) == 1
-            extra = _exponential(tl.where(odd, t2, t0), tl.where(odd, t3, t1))
-            noise = minimum[:, None] + tl.where(slot[:, None] == slots[None, :], 0.0, extra)
-            in_block, where_slot = tl.max(value - tl.log(noise), axis=1, return_indices=True)
-            top, where_block = tl.max(in_block, axis=0, return_indices=True)
-            at = tl.sum(tl.where(tl.arange(0, TILE) == where_block, where_slot, 0), axis=0)
-            best = top
-            winner = (tile * TILE + where_block) * 64 + at
-        tl.store(best_out + n * tl.num_programs(1) + tile, best)
-        tl.store(token_out + n * tl.num_programs(1) + tile, winner)
+        for tile in range(tl.program_id(1), tl.cdiv(blocks, TILE), tl.num_programs(1)):
+            block = tile * TILE + tl.arange(0, TILE)
+            ceiling = tl.max(tl.load(ceilings + n * blocks + block, mask=block < blocks, other=-float("inf")), axis=0)
+            if ceiling.to(tl.float64) >= floor:
+                row, position, draw = tl.load(row_n + n), tl.load(position_n + n), tl.load(draw_n + n)
+                slots = tl.arange(0, 64)
+                token = block[:, None] * 64 + slots[None, :]
+                allowed = token < vocab
+                base = logits + n.to(tl.int64) * stride
+                value = tl.load(base + token, mask=allowed, other=-float("inf")).to(tl.float64)
+                key0, key1 = k0.to(tl.uint32), k1.to(tl.uint32)
+                minimum, slot = _block_minimum(block, position, row, draw, key0, key1)
+                pair = (token // 2).to(tl.uint32)
+                zero = pair & 0
+                use = zero + (draw * 256 + 2).to(tl.uint32)
+                t0, t1, t2, t3 = _philox(pair, zero + position.to(tl.uint32), zero + row.to(tl.uint32), use, key0, key1)
+                odd = (token % 2) == 1
+                extra = _exponential(tl.where(odd, t2, t0), tl.where(odd, t3, t1))
+                noise = minimum[:, None] + tl.where(slot[:, None] == slots[None, :], 0.0, extra)
+                in_block, where_slot = tl.max(value - tl.log(noise), axis=1, return_indices=True)
+                top, where_block = tl.max(in_block, axis=0, return_indices=True)
+                at = tl.sum(tl.where(tl.arange(0, TILE) == where_block, where_slot, 0), axis=0)
+                winner = tl.where(top > best, (tile * TILE + where_block) * 64 + at, winner)
+                best = tl.maximum(top, best)
+        tl.store(best_out + n * tl.num_programs(1) + tl.program_id(1), best)
+        tl.store(token_out + n * tl.num_programs(1) + tl.program_id(1), winner)
 
     @triton.jit
     def _norm_kernel(
         x,
+        tokens,
+        table,
+        branch,
         offset,
         weight,
         out,
         rows,
         width,
+        FROM_TABLE: tl.constexpr,
         HAS_OFFSET: tl.constexpr,
         SIZE: tl.constexpr,
         ROWS: tl.constexpr,
     ):
+        """Normalise rows of x: as they are, or made here, from a table's rows and a branch, and written."""
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         column = tl.arange(0, SIZE)
         wide = column < width
         inside = (row < rows)[:, None] & wide[None, :]
         at = row[:, None] * width + column[None, :]
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        if FROM_TABLE:
+            ids = tl.load(tokens + row, mask=row < rows, other=0).to(tl.int64)
+            value = tl.load(table + ids[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            value += tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(x + at, value.to(x.dtype.element_ty), mask=inside)
+        else:
+            value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         if HAS_OFFSET:
             value += tl.load(offset + column, mask=wide, other=0.0)[None, :]
         mean = tl.sum(value, axis=1) / width
@@ -294,6 +306,9 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, ...
     return out.unbind(0)
 
 
+MANY_PROGRAMS = 1 << 15  # that fill a large GPU several times over
+
+
 def race(logits_NV: Tensor, seed: int, row_N: Tensor, position_N: Tensor, draw_N: Tensor) -> Tensor:
     """`plan.race` on CUDA: one token for each row of logits."""
     n, vocab = logits_NV.shape
@@ -301,16 +316,17 @@ def race(logits_NV: Tensor, seed: int, row_N: Tensor, position_N: Tensor, draw_N
     blocks = triton.cdiv(vocab, 64)
     wide, narrow = min(64, triton.next_power_of_2(blocks)), min(4, triton.next_power_of_2(blocks))
     floors, tiles = triton.cdiv(blocks, wide), triton.cdiv(blocks, narrow)
+    parts = max(1, min(tiles, MANY_PROGRAMS // max(1, n)))  # most tiles are closed, and a program for each costs more
     device, key = logits_NV.device, (seed & 0xFFFFFFFF, seed >> 32)
     ceiling = torch.empty((n, blocks), dtype=torch.float32, device=device)
     floor = torch.empty((n, floors), dtype=torch.float64, device=device)
-    best = torch.empty((n, tiles), dtype=torch.float64, device=device)
-    token = torch.empty((n, tiles), dtype=torch.int32, device=device)
+    best = torch.empty((n, parts), dtype=torch.float64, device=device)
+    token = torch.empty((n, parts), dtype=torch.int32, device=device)
     noise = (row_N, position_N, draw_N)
     _ceilings_kernel[(n, floors)](
         logits_NV, *noise, ceiling, floor, vocab, logits_NV.stride(0), blocks, *key, TILE=wide, num_warps=4
     )
-    _open_kernel[(n, tiles)](
+    _open_kernel[(n, parts)](
         logits_NV,
         *noise,
         ceiling,
@@ -331,19 +347,43 @@ def race(logits_NV: Tensor, seed: int, row_N: Tensor, position_N: Tensor, draw_N
 
 def norm(x_MD: Tensor, weight_D: Tensor, dtype: torch.dtype, offset_D: Tensor | None = None) -> Tensor:
     """LayerNorm(x + offset) * weight in `dtype`."""
-    width = x_MD.shape[-1]
-    rows = x_MD.numel() // width
-    out = torch.empty(x_MD.shape, dtype=dtype, device=x_MD.device)
+    return _norm(x_MD, None, None, None, offset_D, weight_D, dtype)
+
+
+def norm_from_table(
+    table_VD: Tensor, tokens_BL: Tensor, branch_MD: Tensor, weight_D: Tensor, residual: torch.dtype, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x (M, D), rows of a table by token id plus a branch, in `residual`, and LayerNorm(x) * weight in `dtype`."""
+    x = torch.empty(branch_MD.shape, dtype=residual, device=branch_MD.device)
+    return x, _norm(x, tokens_BL.contiguous(), table_VD, branch_MD, None, weight_D, dtype)
+
+
+def _norm(
+    x: Tensor,
+    tokens: Tensor | None,
+    table: Tensor | None,
+    branch: Tensor | None,
+    offset: Tensor | None,
+    weight: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    width = x.shape[-1]
+    rows = x.numel() // width
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
     size = triton.next_power_of_2(width)
     per_program = max(1, NORM_ELEMENTS // size)
     _norm_kernel[(triton.cdiv(rows, per_program),)](
-        x_MD,
-        offset_D,
-        weight_D,
+        x,
+        tokens,
+        table,
+        branch,
+        offset,
+        weight,
         out,
         rows,
         width,
-        HAS_OFFSET=offset_D is not None,
+        FROM_TABLE=table is not None,
+        HAS_OFFSET=offset is not None,
         SIZE=size,
         ROWS=per_program,
         num_warps=NORM_WARPS,
@@ -426,15 +466,20 @@ def trunk(network: Any, tokens_BL: Tensor, positions_BK: Tensor) -> Tensor:
     rotated, so they come from a table of all token ids; the MLPs' output biases are not added to the residual stream
     but kept as one running vector, `offset`, that the norms add on the fly (`Transformer.mlp_offsets`); and the last
     block's few queries do without values (`attend_few`).
+
+    So nobody asks for the embedding before the first attention is to be added to it, and the stream begins there
+    (`norm_from_table`): one pass instead of a gather, a sum and a norm. A single block has to start from the embedding.
     """
     from relaylm.denoiser import rotate
 
     a = network.architecture
     (b, length), k, last = tokens_BL.shape, positions_BK.shape[1], len(network.blocks) - 1
     cos, sin = network.angles(length)
-    x = network.vocab_embed(tokens_BL).view(b * length, a.width)
-    x = x.bfloat16() if network.narrow else x
-    where = (torch.arange(0, b * length, length, device=x.device)[:, None] + positions_BK).view(-1)
+    table_VD = network.vocab_embed.embedding
+    residual = torch.bfloat16 if network.narrow else table_VD.dtype
+    if last == 0:
+        x = network.vocab_embed(tokens_BL).view(b * length, a.width).to(residual)
+    where = (torch.arange(0, b * length, length, device=tokens_BL.device)[:, None] + positions_BK).view(-1)
     dim = a.width // a.heads
     few = pools(k, dim)
     short = length <= attention_kernels.OWN_ATTENTION_UP_TO and length % 64 == 0 and dim in (16, 32, 64, 128)
@@ -464,11 +509,14 @@ def trunk(network: Any, tokens_BL: Tensor, positions_BK: Tensor) -> Tensor:
         else:
             q, key, value = qkv.view(b, length, 3, a.heads, dim).permute(2, 0, 3, 1, 4)
             attended = F.scaled_dot_product_attention(q, key, value).transpose(1, 2).reshape(b * length, a.width)
-        products.add_product_(x, attended, block.attn_out.weight)
-        h = norm(x, block.norm2.weight, torch.bfloat16, offset_D=offset)
+        if i == 0 and i < last:
+            branch = F.linear(attended, block.attn_out.weight)
+            x, h = norm_from_table(table_VD, tokens_BL, branch, block.norm2.weight, residual, torch.bfloat16)
+        else:
+            products.add_product_(x, attended, block.attn_out.weight)
+            h = norm(x, block.norm2.weight, torch.bfloat16, offset_D=offset)
         up, down = block.mlp[0], block.mlp[2]
-        h = products.up_gelu(h, up.weight, up.bias)
-        products.add_product_(x, h, down.weight)
+        products.add_mlp_(x, h, up.weight, up.bias, down.weight)
         offset = offsets_ND[i]
     return (x + offset).view(b, k, a.width)
 

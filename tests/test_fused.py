@@ -21,6 +21,7 @@ from torch import Tensor
 from relaylm import attention_kernels, fused, fused_kernels, kernels, products
 from relaylm.denoiser import Architecture, Transformer
 from relaylm.objective import Objective, _places_of
+from relaylm.plan import race
 from relaylm.recipe import Recipe
 
 INTERPRETED = kernels.available() and os.environ.get("TRITON_INTERPRET") == "1"
@@ -247,6 +248,37 @@ def test_attention_of_a_few_queries() -> None:
         want = F.scaled_dot_product_attention(q, k_.transpose(1, 2), v.transpose(1, 2))
         want = want.transpose(1, 2).reshape(b * k, width)
         assert float((got - want).norm() / want.norm()) < allowed, (b, k, length, heads, dim, has_bias)
+
+
+def test_race_kernel_draws_what_the_race_draws() -> None:
+    """Whether a program looks at all of a row's tiles, at some or at one."""
+    generator = torch.Generator().manual_seed(11)
+    line = [torch.tensor(ids) for ids in ([0, 1, 2, 3, 9], [4, 4, 0, 255, 1], [0, 0, 1, 0, 2])]
+    for programs, vocab in itertools.product((1, 12, 1 << 15), (28, 700, 2000)):
+        logits = 3 * torch.randn(5, vocab, generator=generator)
+        logits[2, vocab // 2 :] = -torch.inf
+        with mock.patch.object(kernels, "MANY_PROGRAMS", programs):
+            got = kernels.race(logits.to(DEVICE), 7, *(ids.to(DEVICE) for ids in line))
+        assert torch.equal(got.cpu(), race(logits, 7, *line)), (programs, vocab)
+
+
+def test_norm_from_table() -> None:
+    """Where the sampler's residual stream begins, against float64: rows that fill no program, tokens in any order of
+    memory, a wide and a narrow stream; and `norm` of the same rows."""
+    generator = torch.Generator().manual_seed(10)
+    for (b, length, width), residual in itertools.product(((3, 7, 24), (1, 5, 224)), (torch.float32, torch.bfloat16)):
+        table, weight = torch.randn(11, width, generator=generator), torch.randn(width, generator=generator)
+        branch = torch.randn(b * length, width, generator=generator).bfloat16()
+        tokens = torch.randint(0, 11, (length, b), generator=generator).T
+        tokens[0, 0] = 10
+        table, weight, branch, tokens = (value.to(DEVICE) for value in (table, weight, branch, tokens))
+        x, h = kernels.norm_from_table(table, tokens, branch, weight, residual, torch.float32)
+        stream = table[tokens].reshape(-1, width) + branch
+        cut = 2**-7 if INTERPRETED and residual == torch.bfloat16 else 0.0  # the interpreter cuts off, and rounds not
+        assert x.dtype == residual and torch.allclose(x, stream.to(residual), rtol=cut, atol=0.0)
+        want = F.layer_norm(stream.double(), (width,), weight.double())
+        for got in (h, kernels.norm(stream, weight, torch.float32)):
+            assert got.dtype == torch.float32 and float((got - want).abs().max()) < 1e-5
 
 
 def test_first_block_from_tables() -> None:
