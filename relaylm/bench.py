@@ -10,7 +10,8 @@ Three rivals on the same weights (random ones, or a family's):
   wins.
 
 What is measured is in `bench_parts`; here it is put in order and shown. Times are in milliseconds per row-step: one row
-(sample), one of its T steps. Parts that fail leave null and a line in `errors`.
+(sample), one of its T steps. Parts that fail leave null and a line in `errors`; Ctrl-C ends the measuring, and what was
+measured until then is shown and written.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def bench(
 
     def part(name: str, function: Callable[[], X], kind: str = "") -> X | None:
         """One measurement, if it is wanted; what goes wrong in it is written down and the others go on."""
-        if kind and kind not in wanted:
+        if (kind and kind not in wanted) or "stopped" in errors:
             return None
         bar.set_description(name)
         started = time.perf_counter()
@@ -123,6 +124,9 @@ def bench(
             return function()
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            return None
+        except KeyboardInterrupt:
+            errors["stopped"] = f"during {name}, so nothing that comes after it was measured"
             return None
         finally:
             if progress:

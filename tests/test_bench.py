@@ -68,6 +68,18 @@ def test_a_part_that_fails_leaves_null_and_a_reason(result: dict[str, Any]) -> N
     assert set(result["errors"]) == {"compiled reference", "memory"}
 
 
+def test_what_was_measured_before_ctrl_c_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_parts, "kl_to_fp32", interrupted)
+    result = bench(**TOY, parts=("breakdown", "kl", "growth"))
+    assert result["speedup"] > 0 and result["breakdown"] is not None
+    assert result["kl_to_fp32"] is None and result["growth"] is None
+    assert result["errors"]["stopped"] == "during KL, so nothing that comes after it was measured"
+    assert "not measured: stopped: during KL" in render(result)
+
+
 def test_numbers_agree_with_each_other(result: dict[str, Any]) -> None:
     assert result["speedup"] == result["reference_ms_per_row_step"] / result["engine_ms_per_row_step"]
     light = result["reference_light_ms_per_row_step"] / result["engine_light_ms_per_row_step"]
