@@ -181,9 +181,9 @@ class _Rows:
         self.mask_id, self.law, self.greedy, self.batch = mask_id, law, greedy, batch
         self.names, self.device = tuple(models), torch.device(device)
         self.exact = torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
-        # Of all logits at all open places: float64 would take longer than the blocks there, and what it adds is lost in
-        # the rounding of the blocks.
-        self.fine = torch.float64 if self.device.type == "cpu" else torch.float32
+        # Log-probabilities, of all tokens at all open places, are at least in this: elsewhere float64 takes longer than
+        # the blocks, whose rounding hides what it adds.
+        self.least = torch.float64 if self.device.type == "cpu" else torch.float32
         n, length = plan.n, plan.length
         free_nL = plan.given_nL < 0
         block_nL, blocks = blocks_of(rule, plan.given_nL)
@@ -380,8 +380,9 @@ class _Rows:
             else:
                 token_N = race(lawful_NV, self.plan.seed, row_N[part], position_N[part], draw_N[part])
             token_N = token_N.clamp_max(lawful_NV.shape[-1] - 1)  # a race among NaNs has no winner
-            log_p_NV = lawful_NV.to(self.fine).log_softmax(dim=-1)
-            own_NV = log_p_NV if not self.law.changes else logits_NV.to(self.fine).log_softmax(dim=-1)
+            kind = torch.promote_types(lawful_NV.dtype, self.least)
+            log_p_NV = lawful_NV.to(kind).log_softmax(dim=-1)
+            own_NV = log_p_NV if not self.law.changes else logits_NV.to(kind).log_softmax(dim=-1)
             logprob.append(log_p_NV.gather(1, token_N[:, None])[:, 0].to(self.exact))
             certain_N = logprob[-1].exp() if self.rule.sure is None else self.rule.sure(log_p_NV, own_NV, token_N)
             sure.append(certain_N.to(self.exact))

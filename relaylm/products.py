@@ -13,7 +13,7 @@ And two that are cuBLAS's own, which won against such kernels on an H200 (`add_p
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,23 @@ if importlib.util.find_spec("triton") is not None:
 else:  # pragma: no cover - CPU builds of PyTorch come without Triton
     triton = None
 
-M_TILE, N_TILE, K_TILE = 128, 256, 64
-LAUNCH = {"M": M_TILE, "N": N_TILE, "K": K_TILE, "GROUP": 8, "num_warps": 8, "num_stages": 4}
 SHARED_MEMORY = 232_448  # bytes a program may have on Hopper: nearly all of it goes into the stages
+
+
+class Tiles(NamedTuple):
+    """How a product is cut: tiles of m x n in steps of k, by so many warps, so many steps ahead, with so many programs
+    on each multiprocessor."""
+
+    m: int = 128
+    n: int = 256
+    k: int = 64
+    warps: int = 8
+    stages: int = 4
+    per_processor: int = 1
+
+
+GELU_TILES = Tiles()
+ROTATED_TILES = Tiles()
 WIDEST_HEAD = 64  # `rotated` takes room for the angles too, and those of wider heads no longer fit
 
 
@@ -116,46 +130,44 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", SHARED_MEMORY))
 
 
-def _programs(h_MD: Tensor, columns: int) -> int:
+def _programs(h_MD: Tensor, columns: int, tiles: Tiles) -> int:
     """How many programs there are for a product with so many columns, 0 if it does not fit the kernels."""
-    if triton is None or TensorDescriptor is None or columns % N_TILE or h_MD.shape[1] % K_TILE:
+    if triton is None or TensorDescriptor is None or columns % tiles.n or h_MD.shape[1] % tiles.k:
         return 0
     if not h_MD.is_cuda or torch.cuda.get_device_capability(h_MD.device) < (9, 0):
         return 0
     if shared_memory(h_MD.device) < SHARED_MEMORY:  # a desktop card, however new
         return 0
-    return int(torch.cuda.get_device_properties(h_MD.device).multi_processor_count)
+    return tiles.per_processor * int(torch.cuda.get_device_properties(h_MD.device).multi_processor_count)
 
 
 def _launch(
-    kernel: Any,
-    programs: int,
-    h_MD: Tensor,
-    weight_XD: Tensor,
-    out_MX: Tensor,
-    part: int,
-    *rest: Any,
-    **options: Any,
+    kernel: Any, tiles: Tiles, h_MD: Tensor, weight_XD: Tensor, out_MX: Tensor, part: int, *rest: Any, **options: Any
 ) -> None:
     (rows, width), columns = h_MD.shape, len(weight_XD)
-    tiles = triton.cdiv(rows, M_TILE) * (columns // N_TILE)
-    kernel[(min(programs, tiles),)](
-        TensorDescriptor.from_tensor(h_MD, [M_TILE, K_TILE]),
-        TensorDescriptor.from_tensor(weight_XD, [N_TILE, K_TILE]),
+    programs, number = _programs(h_MD, columns, tiles), triton.cdiv(rows, tiles.m) * (columns // tiles.n)
+    kernel[(min(programs, number),)](
+        TensorDescriptor.from_tensor(h_MD, [tiles.m, tiles.k]),
+        TensorDescriptor.from_tensor(weight_XD, [tiles.n, tiles.k]),
         *rest,
-        TensorDescriptor.from_tensor(out_MX, [M_TILE, part]),
+        TensorDescriptor.from_tensor(out_MX, [tiles.m, part]),
         rows,
-        columns // N_TILE,
+        columns // tiles.n,
         **options,
         width=width,
+        M=tiles.m,
+        N=tiles.n,
+        K=tiles.k,
+        GROUP=8,
         PROGRAMS=programs,
-        **LAUNCH,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )
 
 
 def add_mlp_(x_MD: Tensor, h_MD: Tensor, up_XD: Tensor, bias_X: Tensor, down_DX: Tensor) -> None:
     """x += gelu(h @ up^T + bias) @ down^T, the tanh form."""
-    if _programs(h_MD, len(bias_X)):
+    if _programs(h_MD, len(bias_X), GELU_TILES):
         add_product_(x_MD, twice_gelu(h_MD, up_XD, bias_X), down_DX, 0.5)
     else:
         add_product_(x_MD, torch._addmm_activation(bias_X, h_MD, up_XD.t(), use_gelu=True), down_DX)
@@ -165,20 +177,21 @@ def twice_gelu(h_MD: Tensor, weight_XD: Tensor, bias_X: Tensor) -> Tensor:
     """2 gelu(h @ weight^T + bias) in bfloat16. cuBLAS's own epilogue computes an exact tanh; this one's is good to
     2^-11, a quarter of what rounding to bfloat16 does next."""
     out = torch.empty((len(h_MD), len(bias_X)), dtype=torch.bfloat16, device=h_MD.device)
-    _launch(_twice_gelu_kernel, _programs(h_MD, len(bias_X)), h_MD, weight_XD, out, N_TILE // 2, bias_X)
+    _launch(_twice_gelu_kernel, GELU_TILES, h_MD, weight_XD, out, GELU_TILES.n // 2, bias_X)
     return out
 
 
 def can_rotate(h_MD: Tensor, heads: int) -> bool:
     """Does `rotated` do these heads, a power of two wide: room for the angles, tiles that are rotated as a whole?"""
     dim = h_MD.shape[1] // heads
-    return dim <= WIDEST_HEAD and heads % (N_TILE // dim) == 0 and _programs(h_MD, heads * dim) > 0
+    fits = dim <= WIDEST_HEAD and heads % (ROTATED_TILES.n // dim) == 0
+    return fits and _programs(h_MD, heads * dim, ROTATED_TILES) > 0
 
 
 def grouped(weight_XD: Tensor, dim: int) -> Tensor:
     """The rows of a qkv matrix, or its bias, in the order that `rotated` wants: of the heads of each tile first the
     first halves and then the second ones."""
-    halves = weight_XD.view(-1, N_TILE // dim, 2, dim // 2, *weight_XD.shape[1:])
+    halves = weight_XD.view(-1, ROTATED_TILES.n // dim, 2, dim // 2, *weight_XD.shape[1:])
     return halves.transpose(1, 2).reshape(weight_XD.shape)
 
 
@@ -191,15 +204,15 @@ def rotated(
     out = torch.empty((len(h_MD), len(grouped_XD)), dtype=h_MD.dtype, device=h_MD.device)
     _launch(
         _rotated_kernel,
-        _programs(h_MD, len(grouped_XD)),
+        ROTATED_TILES,
         h_MD,
         grouped_XD,
         out,
-        N_TILE // 4,
+        ROTATED_TILES.n // 4,
         bias_X,
         cos_LR,
         sin_LR,
-        rotated_n=heads * 2 * half // N_TILE,
+        rotated_n=heads * 2 * half // ROTATED_TILES.n,
         length=len(cos_LR),
         HAS_BIAS=bias_X is not None,
         HALF=half,
