@@ -276,8 +276,9 @@ def _both_figure(result: Result) -> Any:
     left.set_ylabel("FLOPs left by both, over that product")
     right.set_xlabel("loss by the schedule + loss by the dial (log-perplexity)")
     right.set_ylabel("loss by both less that sum, with its 95% interval")
-    used = {item["schedule"] for item in result["combinations"]}
-    _legend(figure, colours, {name: marker for name, marker in markers.items() if name in used})
+    used = {item[key] for item in result["combinations"] for key in ("line", "schedule")}
+    lines, schedules = ({name: look for name, look in all_.items() if name in used} for all_ in (colours, markers))
+    _legend(figure, lines, schedules)
     name = result["family"]["name"] or "family"
     figure.suptitle(f"{name}: at 1 savings multiply (left); at 0 losses add up, below it they overlap (right)")
     return figure

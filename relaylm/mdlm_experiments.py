@@ -92,15 +92,16 @@ def _up_and_down(run: Callable[[int], float], keys: Mapping[int, Any]) -> dict[i
 
 
 def precision(setup: Setup) -> dict[str, Any]:
-    """The seven schedules in exact sampling and as MDLM's float32 sampler draws them, at several numbers of steps."""
-    family = setup.bpe or setup.family
+    """The seven schedules in exact sampling and as MDLM's float32 sampler draws them, at several numbers of steps;
+    `setup.family` is the one of `--bpe` here, if there is one (`reproduce.placed`)."""
+    family = setup.family
     light, heavy = family.roles()
-    n, length = setup.scale.precision_samples, setup.length(family)
+    n, length = setup.scale.precision_samples, setup.length()
     sides = published_sides(family, (light, heavy))
-    rows_nL, _ = held_out_rows(setup, family, setup.text if family is setup.family else setup.bpe_text, 16)
+    rows_nL, _ = held_out_rows(setup, family, setup.text, 16)
     out = {}
     for steps in setup.scale.precision_steps:
-        exact = judged(setup, paper.SCHEDULES, family, n=n, steps=steps, rivals=False)
+        exact = judged(setup, paper.SCHEDULES, n=n, steps=steps, rivals=False)
         rows, logs = [], {}
         for name in paper.SCHEDULES:
             setup.note(f"MDLM's sampler, T = {steps}, {name}")

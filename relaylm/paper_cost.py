@@ -152,7 +152,8 @@ def render_verdicts(data: Path | None = None) -> str:
         tally = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
         lines.append(f"| {verdict.claim.name} | {verdict.verdict} | {tally} |")
     if missing := [name for name in NAMES if name not in made]:
-        families = "--family runs/wiki-char/family --bpe runs/wiki-bpe/family"
+        families = "--family runs/wiki-char/family"
+        families += " --bpe runs/wiki-bpe/family" if {"bpe", "precision"} & set(missing) else ""
         command = f"relaylm reproduce --scale gpu {families} --out results/reproduce --only {' '.join(missing)}"
         lines += ["", f"Not recorded yet: {', '.join(missing)}. To make them:", "", "```bash", command, "```"]
     return "\n".join(lines)

@@ -206,8 +206,8 @@ def _run(experiment: Experiment, setup: Setup, folder: Path) -> dict[str, Any]:
 
 
 def placed(experiment: Experiment, setup: Setup) -> Setup:
-    """The setup as an experiment sees it: `bpe` is about that family alone, whichever the first one is."""
-    if experiment.name != "bpe" or setup.bpe is None:
+    """The setup as an experiment sees it: two are about the family of `--bpe` alone, whichever the first one is."""
+    if experiment.name not in ("bpe", "precision") or setup.bpe is None:
         return setup
     return replace(setup, family=setup.bpe, text=setup.bpe_text)
 
@@ -216,7 +216,6 @@ def _key(experiment: Experiment, setup: Setup) -> str:
     """A hash of all that fixes what an experiment finds, but for the clock."""
     used: dict[str, list[Family | None]] = {
         "second-corpus": [setup.second],
-        "precision": [setup.bpe],
         "training": list(setup.stages),
     }
     others = used.get(experiment.name, [])
@@ -256,6 +255,7 @@ def report(folder: Path, reasons: dict[str, str] | None = None) -> dict[str, Any
     own = {name: load(folder / "data" / f"{name}.json") for name in NAMES}
     same = COMMITTED.parent.resolve() == folder.resolve()
     kept = {name: None if same else load(COMMITTED / f"{name}.json") for name in NAMES}
+    sources = {name: source for name in NAMES if (source := own[name] or kept[name])}
     body: list[Block] = []
     shown: dict[str, str] = {}
     for experiment in EXPERIMENTS:
@@ -267,7 +267,7 @@ def report(folder: Path, reasons: dict[str, str] | None = None) -> dict[str, Any
         if mine is not None:
             missing = mine["result"].get("missing") or []
             body.append(Text(_made(mine) + (f" Not in this family: {', '.join(missing)}." if missing else "")))
-            body += SECTIONS[name](_completed(name, mine["result"]), folder / "figures")
+            body += SECTIONS[name](_completed(name, mine["result"], sources), folder / "figures")
             shown[name] = "own"
         if theirs is not None and (mine is None or mine["result"].get("missing")):
             why = f"Not run here: {reasons[name]}. " if mine is None and reasons and name in reasons else ""
@@ -275,12 +275,11 @@ def report(folder: Path, reasons: dict[str, str] | None = None) -> dict[str, Any
             body.append(Text(why + kept_text))
             marked = folder / "figures" / "committed"
             marked.mkdir(exist_ok=True)
-            body += [_renamed(block) for block in SECTIONS[name](_completed(name, theirs["result"]), marked)]
+            body += [_renamed(block) for block in SECTIONS[name](_completed(name, theirs["result"], sources), marked)]
             shown.setdefault(name, "committed")
         elif mine is None:
             why = (reasons or {}).get(name, "it was not asked for")
             body.append(Text(f"Not shown: {why}. Run `relaylm reproduce --only {name}` with what it needs."))
-    sources = {name: source for name in NAMES if (source := own[name] or kept[name])}
     if peaks := where_it_peaks({name: source["result"] for name, source in sources.items()}):
         body += [Heading("What decides where the disagreement peaks"), *peaks]
     judged = _judged(sources)
@@ -297,8 +296,8 @@ def report(folder: Path, reasons: dict[str, str] | None = None) -> dict[str, Any
 
 
 def _judged(data: dict[str, dict[str, Any]]) -> list[Verdict]:
-    results = {name: _completed(name, item["result"]) for name, item in data.items()}
-    return verdicts(results if "time" in results else {**results, "time": _completed("time", {})})
+    results = {name: _completed(name, item["result"], data) for name, item in data.items()}
+    return verdicts(results if "time" in results else {**results, "time": _completed("time", {}, data)})
 
 
 def recorded_verdicts(folder: Path = COMMITTED) -> list[Verdict]:
@@ -306,13 +305,27 @@ def recorded_verdicts(folder: Path = COMMITTED) -> list[Verdict]:
     return _judged({name: item for name in NAMES if (item := load(folder / f"{name}.json")) is not None})
 
 
-def _completed(name: str, result: dict[str, Any]) -> dict[str, Any]:
-    """Where time was measured without a GPU, the paper's size comes from the recorded bench."""
+def _completed(name: str, result: dict[str, Any], data: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Where time was measured without a GPU, the paper's size comes from the recorded bench; an exact comparison of
+    `precision` that `bpe` has made with more samples comes from there."""
+    if name == "precision" and "bpe" in data:
+        return _with_more_samples(result, list(data["bpe"]["result"]["schedules"]["by_light"].values()))
     if name != "time" or result.get("paper_size") or not BENCH.is_file():
         return result
     found = json.loads(BENCH.read_text(encoding="utf-8"))
     recorded = f"recorded on one {found['machine']['gpu']}, {found['date']}: `{found['command']}`"
     return {**result, "paper_size": mdlm_experiments.paper_size(found), "recorded": recorded}
+
+
+def _with_more_samples(result: dict[str, Any], others: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Exact comparisons exchanged for those of the same family, schedules and settings with the most samples."""
+    same = ("family", "light", "heavy", "length", "steps", "judge", "recipe", "conditional")
+    by_steps = {}
+    for steps, both in result["by_steps"].items():
+        exact = both["exact"]
+        like = [other for other in others if all(other[key] == exact[key] for key in same)]
+        by_steps[steps] = {**both, "exact": max([exact, *like], key=lambda found: int(found["n"]))}
+    return {**result, "by_steps": by_steps}
 
 
 def _renamed(block: Block) -> Block:

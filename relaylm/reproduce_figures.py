@@ -172,33 +172,67 @@ def share_curves(result: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]
 
 
 def precision_bars(by_steps: Mapping[str, Any], path: Path) -> Path:
-    """Perplexity above all-heavy of each mixed schedule, exact and as MDLM draws, and the kept probability mass."""
-    count = len(by_steps)
-    figure = _figure(4.2 * (count + 1), 3.2)
-    panels = figure.subplots(1, count + 1)
-    for axes, (steps, found) in zip(panels, by_steps.items(), strict=False):
-        for k, (kind, colour, hatch) in enumerate((("exact", BLUE, ""), ("published", ORANGE, "//"))):
+    """Perplexity above all-heavy of each mixed schedule, exact and as MDLM draws, and the paper's."""
+    figure = _figure(4.6 * len(by_steps), 3.2)
+    panels = figure.subplots(1, len(by_steps), sharey=True, squeeze=False)[0]
+    theirs = paper.TABLES[paper.OWT]
+    for axes, (steps, found) in zip(panels, by_steps.items(), strict=True):
+        for k, (kind, label, colour, hatch) in enumerate(
+            (("exact", "exact", BLUE, ""), ("published", "MDLM's float32", ORANGE, "//"))
+        ):
             loss, error = [], []
             for name in paper.MIXED:
                 value, low, high = against(found[kind]["contrasts"], name, "heavy")
                 loss.append(value)
                 error.append([value - low, high - value])
             x = np.arange(len(paper.MIXED)) + 0.4 * k - 0.2
-            axes.bar(x, loss, 0.38, color=colour, hatch=hatch, edgecolor="white", label=("exact", "MDLM's float32")[k])
+            samples = difference(found[kind]["contrasts"], "sandwich", "heavy")[2]
+            label = f"{label}, {samples} samples"
+            axes.bar(x, loss, 0.38, color=colour, hatch=hatch, edgecolor="white", label=label)
             axes.errorbar(x, loss, yerr=np.array(error).T, fmt="none", ecolor=BLACK, capsize=2)
+        extra = [np.log1p(paper.degradation(theirs, name)) for name in paper.MIXED]
+        axes.plot(range(len(extra)), extra, "D", color=RED, markeredgecolor="white", label="paper, T = 1000")
         axes.set_xticks(range(len(paper.MIXED)), [name.replace("quarter:", "q") for name in paper.MIXED], fontsize=8)
         axes.set_title(f"T = {steps}", fontsize=9)
-        axes.set_ylabel("log-PPL above all-heavy")
         axes.axhline(0, color=BLACK, linewidth=0.8)
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, loc="upper center", ncols=2)
+    panels[0].set_ylabel("log-PPL above all-heavy")
+    low, high = panels[0].get_ylim()
+    panels[0].set_ylim(low, high + 0.25 * (high - low))  # room for the legends
+    return _save(figure, path)
+
+
+def precision_levels(by_steps: Mapping[str, Any], path: Path) -> Path:
+    """Perplexity and entropy over the number of steps in both samplers, and the kept probability mass over time."""
+    figure = _figure(13.2, 3.4)
+    left, middle, right = figure.subplots(1, 3)
+    looks = {("exact", "light"): (SKY, "s", "-"), ("exact", "heavy"): (BLUE, "o", "-")}
+    looks |= {("published", "light"): (RED, "v", "--"), ("published", "heavy"): (ORANGE, "^", "--")}
+    for axes, key, label in ((left, "gen_ppl", "Gen. PPL"), (middle, "entropy", "entropy, nats")):
+        for k, ((kind, name), (colour, mark, line)) in enumerate(looks.items()):
+            rows = [next(r for r in found[kind]["rows"] if r["schedule"] == name) for found in by_steps.values()]
+            value = np.array([row[key] for row in rows])
+            ends = [[v if end is None else end for end in row[f"{key}_ci"]] for v, row in zip(value, rows, strict=True)]
+            error = np.abs(np.array(ends).T - value)
+            sampler = {"exact": "exact", "published": "MDLM's float32"}[kind]
+            look: dict[str, Any] = {"color": colour, "marker": mark, "linestyle": line, "capsize": 3}
+            x = np.arange(len(rows)) + 0.05 * (k - 1.5)  # beside each other, so that intervals can be told apart
+            axes.errorbar(x, value, yerr=error, label=f"{sampler}, all-{name}", **look)
+        axes.set_xticks(range(len(by_steps)), list(by_steps))
+        axes.set_xlabel("T")
+        axes.set_ylabel(f"{label} (axis does not start at 0)", fontsize=8)
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, high + 0.2 * (high - low))  # room for the legend
+        axes.legend(frameon=False, fontsize=7, ncols=2, loc="upper center")
     for j, (steps, found) in enumerate(by_steps.items()):
         name, kept = list(found["kept_mass"].items())[-1]
-        panels[-1].plot(kept["t"], kept["mean"], color=COLOURS[j], marker=MARKERS[j], label=f"T = {steps}, {name}")
-    panels[-1].set_xlabel("t (1: all masked)")
-    panels[-1].set_ylabel("kept probability mass")
-    panels[-1].ticklabel_format(useOffset=False)
-    panels[-1].legend(frameon=False, fontsize=8)
-    panels[-1].grid(alpha=0.25)
+        right.plot(kept["t"], kept["mean"], color=COLOURS[j], marker=MARKERS[j], label=f"T = {steps}, {name}")
+    right.set_xlabel("t (1: all masked)")
+    right.set_ylabel("kept probability mass", fontsize=8)
+    right.ticklabel_format(useOffset=False)
+    right.legend(frameon=False, fontsize=8)
+    for axes in (left, middle, right):
+        axes.grid(alpha=0.25)
     return _save(figure, path)
 
 

@@ -14,15 +14,15 @@ import numpy as np
 
 from relaylm import paper, schedule_sections
 from relaylm import reproduce_figures as draw
+from relaylm.claims import early_is_robust
 from relaylm.document import Block, Figure, Table, Text
 from relaylm.report import plot_importance
-from relaylm.reproduce_figures import against
+from relaylm.reproduce_figures import against, difference
 from relaylm.schedule_sections import (
     Result,
     about_samples,
     by_name,
     in_words,
-    mixed_order,
     percent,
     ppl_text,
     seven_table,
@@ -133,32 +133,100 @@ def bpe(result: Result, figures: Path) -> list[Block]:
     ]
 
 
+SAMPLERS = {"exact": "exact", "published": "MDLM's float32"}
+
+
 def precision(result: Result, figures: Path) -> list[Block]:
-    rows, mass, words = [], [], []
-    for steps, found in result["by_steps"].items():
-        for kind, label in (("exact", "exact"), ("published", "MDLM's float32")):
-            by = by_name(found[kind]["rows"])
-            for name in paper.SCHEDULES:
-                difference = "" if name == "heavy" else signed(against(found[kind]["contrasts"], name, "heavy"))
-                rows.append([steps, label, name, ppl_text(by[name]), f"{by[name]['entropy']:.3f}", difference])
-            order = ", ".join(mixed_order(by))
-            words.append(f"- T = {steps}, {label}: all-heavy {ppl_text(by['heavy'])}; best to worst {order}")
+    by_steps, theirs = result["by_steps"], paper.TABLES[paper.OWT]
+    rows, mass, words, answers = [], [], [], []
+    for steps, found in by_steps.items():
+        exact, cut = (by_name(found[kind]["rows"]) for kind in SAMPLERS)
+        for name in paper.SCHEDULES:
+            cells = [steps, name, ppl_text(exact[name]), ppl_text(cut[name]), _moved(exact[name], cut[name], "log_ppl")]
+            cells += [f"{row[name]['entropy']:.3f}" for row in (exact, cut)]
+            cells.append(_moved(exact[name], cut[name], "entropy"))
+            pairs = [] if name == "heavy" else [found[kind]["contrasts"] for kind in SAMPLERS]
+            cells += [signed(against(pair, name, "heavy")) for pair in pairs] or ["", ""]
+            rows.append([*cells, f"{_extra(theirs, name):+.4f}" if pairs else ""])
         for name, kept in found["kept_mass"].items():
             cells = [f"{m:.4f} ({low:.4f})" for m, low in zip(kept["mean"], kept["low"], strict=True)]
             mass.append([steps, name, *cells])
-    times = [f"t = {t}" for t in next(iter(next(iter(result["by_steps"].values()))["kept_mass"].values()))["t"]]
-    head = ["T", "sampler", "schedule", "Gen. PPL (95%)", "entropy", "log-PPL against heavy"]
-    about = f"Family {result['family']['name']}, vocabulary {result['vocabulary']}, {result['n']} samples each. MDLM's "
-    about += "sampler draws its noise in float32, which cuts rare tokens off; the kept mass is the probability left in "
-    about += "play. Same random numbers for all schedules of one sampler."
-    caption = "What light steps cost by where they are, in exact sampling and as MDLM draws; right, the kept mass."
+        words.append(_what_float32_does(steps, found))
+        for kind, label in SAMPLERS.items():
+            pairs = found[kind]["contrasts"]
+            says = {True: "yes", False: "no", None: "not told"}[early_is_robust(pairs)]
+            answers.append(f"{says} at T = {steps}, {label} ({difference(pairs, 'quarter:2', 'quarter:1')[2]} samples)")
+    head = ["T", "schedule", "exact PPL (95%)", "MDLM's float32", "log-PPL of float32 against exact"]
+    head += ["exact entropy", "float32's", "difference", "log-PPL against heavy, exact", "in float32", "in the paper"]
+    times = [f"t = {t}" for t in next(iter(next(iter(by_steps.values()))["kept_mass"].values()))["t"]]
+    costs = ", ".join(f"{_extra(theirs, f'quarter:{k}'):+.3f}" for k in (1, 2, 3, 4))
+    about = f"Family {result['family']['name']}, vocabulary {result['vocabulary']}, length {result['length']}, "
+    about += (
+        f"{result['n']} samples of each schedule in each sampler. MDLM's sampler draws its noise in float32, which "
+    )
+    about += (
+        "cuts rare tokens off; the kept mass is the probability left in play. Schedules of one sampler share their "
+    )
+    about += "random numbers, so what stands against heavy is paired; the two samplers share none."
+    if more := [f"{found['exact']['n']} at T = {steps}" for steps, found in by_steps.items() if _more(found, result)]:
+        about += f" Where `--only bpe` has made the same exact comparison, its samples are taken: {', '.join(more)}."
+    apart = [_told_apart(found, name) for found in by_steps.values() for name in paper.MIXED]
+    asked = (
+        "Do light steps cost more in both middle quarters than in the first? The paper (T = 1000, by MDLM's code, so "
+    )
+    asked += f"presumably in float32; light steps in quarters 1 to 4 cost {costs} in log-perplexity): yes. Here: "
+    caption = "What light steps cost by where they are, in exact sampling and as MDLM draws."
+    levels = (
+        "Perplexity and entropy in both samplers over the number of steps; right, the mean probability left in play."
+    )
     return [
         Text(about),
         Text("\n".join(words)),
-        Figure(draw.precision_bars(result["by_steps"], figures / "precision.png"), caption),
+        Text(
+            f"{asked}{'; '.join(answers)}. Of {len(apart)} costs against heavy (mixed schedules at each T) "
+            f"{sum(apart)} differ between the samplers by more than the 95% interval."
+        ),
+        Figure(draw.precision_bars(by_steps, figures / "precision.png"), caption),
+        Figure(draw.precision_levels(by_steps, figures / "precision-levels.png"), levels),
         Table("precision", "Seven schedules in both samplers", head, rows),
         Table("kept-mass", "Kept probability mass: mean (5% quantile)", ["T", "model", *times], mass),
     ]
+
+
+def _what_float32_does(steps: str, found: Result) -> str:
+    """One line for a number of steps: kept mass, all-heavy's perplexity and entropy in both samplers."""
+    kept = list(found["kept_mass"].values())[-1]
+    exact, cut = (by_name(found[kind]["rows"])["heavy"] for kind in SAMPLERS)
+    return (
+        f"- T = {steps}: float32 leaves {kept['mean'][0]:.1%} of the probability in play at t = {kept['t'][0]}, "
+        f"{kept['mean'][-1]:.1%} at t = {kept['t'][-1]}. All-heavy has perplexity {ppl_text(exact)} in exact sampling "
+        f"and {ppl_text(cut)} in float32, {_moved(exact, cut, 'log_ppl')} in log-perplexity "
+        f"({cut['gen_ppl'] / exact['gen_ppl'] - 1:+.0%} of perplexity), and entropy {exact['entropy']:.3f} and "
+        f"{cut['entropy']:.3f}, {_moved(exact, cut, 'entropy')}"
+    )
+
+
+def _more(found: Result, result: Result) -> bool:
+    return bool(found["exact"].get("n", 0) > result["n"])
+
+
+def _moved(row: Mapping[str, Any], other: Mapping[str, Any], key: str) -> str:
+    """The second mean less the first, of independent samples, with its 95% interval."""
+    ends = [*row[f"{key}_ci"], *other[f"{key}_ci"]]
+    half = np.nan if None in ends else np.hypot(ends[1] - ends[0], ends[3] - ends[2]) / 2
+    value = other[key] - row[key]
+    return signed((value, value - half, value + half))
+
+
+def _told_apart(found: Result, name: str) -> bool:
+    """Do the two samplers differ in what a schedule costs against all-heavy?"""
+    (a, low, _), (b, floor, _) = (against(found[kind]["contrasts"], name, "heavy") for kind in SAMPLERS)
+    return bool(abs(a - b) > np.hypot(a - low, b - floor))
+
+
+def _extra(table: Mapping[str, paper.Row], name: str) -> float:
+    """Log-perplexity above all-heavy in a table of the paper."""
+    return float(np.log1p(paper.degradation(table, name)))
 
 
 def training(result: Result, figures: Path) -> list[Block]:

@@ -400,6 +400,76 @@ def test_entropy_is_the_same_only_if_its_interval_says_so() -> None:
     assert verdict_of("Entropy", data) == "open"
 
 
+def test_early_steps_are_robust_if_both_middle_quarters_cost_more() -> None:
+    def both(shift: dict[str, float], noise: float = 0.01) -> dict[str, Any]:
+        return {"precision": {"by_steps": {"8": {kind: fake(shift, noise=noise) for kind in ("exact", "published")}}}}
+
+    assert verdict_of("Early steps", both(PAPERLIKE)) == "confirmed"
+    assert verdict_of("Early steps", both(PAPERLIKE, noise=1.0)) == "open"
+    assert verdict_of("Early steps", both({**PAPERLIKE, "quarter:2": PAPERLIKE["quarter:1"]})) == "open"
+    assert verdict_of("Early steps", both({**PAPERLIKE, "quarter:2": 0.01})) == "not confirmed"
+    mixed = both(PAPERLIKE)
+    mixed["precision"]["by_steps"]["8"]["exact"] = fake({**PAPERLIKE, "quarter:3": 0.01})
+    assert verdict_of("Early steps", mixed) == "depends"
+
+
+def sampled_both_ways(n: int, steps: int = 256, seed: int = 0, **about: Any) -> dict[str, Any]:
+    """A result of `precision` at one number of steps: float32 takes 0.3 off the log-perplexity and 0.05 off the
+    entropy of every schedule, and leaves its costs as they are."""
+    exact, cut = fake(PAPERLIKE, n=n, noise=0.1, seed=seed), fake(PAPERLIKE, n=n, noise=0.1, seed=seed + 1)
+    for result, log, entropy in ((exact, 2.0, 3.0), (cut, 1.7, 2.95)):
+        for row in result["rows"]:
+            value = log + PAPERLIKE.get(row["schedule"], 0.0)
+            row |= {"gen_ppl": math.exp(value), "gen_ppl_ci": [math.exp(value) - 1, math.exp(value) + 1]}
+            row |= {"log_ppl": value, "log_ppl_ci": [value - 0.03, value + 0.03]}
+            row |= {"entropy": entropy, "entropy_ci": [entropy - 0.04, entropy + 0.04]}
+    settings = {"family": {"name": "x", "digest": "abc"}, "light": "4b", "heavy": "12b", "length": 256, "judge": "own"}
+    exact |= {"n": n, "steps": steps, "recipe": "plain", "conditional": False, **settings, **about}
+    kept = {name: {"t": [1.0, 0.1], "mean": [0.8, 0.99], "low": [0.7, 0.98]} for name in ("4b", "12b")}
+    by_steps = {str(steps): {"exact": exact, "published": cut, "kept_mass": kept}}
+    return {"by_steps": by_steps, "family": {"name": "x"}, "vocabulary": 8193, "n": n, "length": 256}
+
+
+def test_exact_samples_come_from_where_there_are_most_of_the_same() -> None:
+    few, many = sampled_both_ways(6), sampled_both_ways(1000, seed=5)["by_steps"]["256"]["exact"]
+
+    def verdict(other: dict[str, Any]) -> list[bool | None]:
+        tokens = {"schedules": {"by_light": {"8b": {**other, "light": "8b"}, "4b": other}}}
+        found = reproduce._judged({"precision": {"result": few}, "bpe": {"result": tokens}})
+        return [f.says for v in found if v.claim.name.startswith("Early") for f in v.findings]
+
+    assert verdict(many) == [True, None] and verdict({**many, "n": 5}) == [None, None]
+    other = {"family": {"name": "x", "digest": "other"}, "light": "6b", "steps": 128, "length": 64, "judge": "gpt2"}
+    for key, value in {**other, "recipe": "mdlm", "conditional": True, "heavy": "10b"}.items():
+        assert verdict({**many, key: value}) == [None, None], key
+    assert few["by_steps"]["256"]["exact"]["n"] == 6  # the recorded data itself stays as it is
+
+
+def test_the_section_on_precision_sets_both_samplers_side_by_side(tmp_path: Path) -> None:
+    result = sampled_both_ways(400)
+    blocks = SECTIONS["precision"](result, tmp_path)
+    text = " ".join(block.text for block in blocks if isinstance(block, document.Text))
+    half = math.hypot(0.03, 0.03)
+    assert f"-0.3000 ({-0.3 - half:+.4f} to {-0.3 + half:+.4f}) in log-perplexity (-26% of perplexity)" in text
+    half = math.hypot(0.04, 0.04)
+    assert f"entropy 3.000 and 2.950, -0.0500 ({-0.05 - half:+.4f} to {-0.05 + half:+.4f})" in text
+    assert "leaves 80.0% of the probability in play at t = 1.0, 99.0% at t = 0.1" in text
+    assert "yes at T = 256, exact (400 samples); yes at T = 256, MDLM's float32 (400 samples)" in text
+    assert "quarters 1 to 4 cost +0.039, +0.112, +0.093, +0.057" in text and "--only bpe" not in text
+    assert "Of 5 costs against heavy (mixed schedules at each T) 0 differ" in text
+    cut = fake({**PAPERLIKE, "quarter:1": 0.5}, n=400, noise=0.1)["contrasts"]
+    result["by_steps"]["256"]["published"]["contrasts"] = cut
+    result["n"] = 399
+    blocks = SECTIONS["precision"](result, tmp_path)
+    text = " ".join(block.text for block in blocks if isinstance(block, document.Text))
+    assert "1 differ between the samplers" in text and "no at T = 256, MDLM's float32 (400 samples)" in text
+    assert "`--only bpe` has made the same exact comparison, its samples are taken: 400 at T = 256." in text
+    table = next(block for block in blocks if isinstance(block, document.Table) and block.name == "precision")
+    assert [row[:2] for row in table.rows] == [["256", name] for name in paper.SCHEDULES]
+    assert all(len(row) == len(table.head) for row in table.rows) and table.rows[-1][-3:] == ["", "", ""]
+    assert table.rows[1][-1] == "+0.0389" and float(table.rows[1][-2].split()[0]) == pytest.approx(0.5, abs=0.02)
+
+
 def test_the_rule_of_verdicts() -> None:
     def claim(*says: bool | None) -> Claim:
         return Claim("x", "", "", "", lambda data: [Finding(str(k), s, "") for k, s in enumerate(says)])
@@ -483,8 +553,11 @@ def test_the_family_of_tokens_has_the_experiments_of_the_first(
     found = data_of(out, "bpe")["result"]
     for name in ("schedules", "disagreement"):
         assert timeless(found[name]) == timeless(data_of(out, name)["result"])
-    again = reproduce.reproduce(families["second"], TOY, out, only=["bpe"], bpe=families["main"])
-    assert again["experiments"]["bpe"]["status"] == "kept" and data_of(out, "bpe")["family"]["name"] == "main"
+    names = ["bpe", "precision"]
+    again = reproduce.reproduce(families["second"], TOY, out, only=names, bpe=families["main"])
+    for name in names:
+        assert again["experiments"][name]["status"] == "kept" and data_of(out, name)["family"]["name"] == "main"
+    assert data_of(out, "precision")["result"]["family"]["name"] == "main"
 
 
 def test_prefixes_continue_held_out_text(whole: tuple[Path, dict[str, Any]]) -> None:

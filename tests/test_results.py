@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from relaylm import compose, metrics
+from relaylm import compose, compose_view, metrics, paper
 from relaylm.bound import spread_rows
 from relaylm.family import Family
 from relaylm.judge import load_judge, score
@@ -265,6 +266,54 @@ def test_what_the_reproduction_says_of_sandwich_strides_and_tuner() -> None:
     assert [goal["what"] for goal in front] == names and [goal["rows"] for goal in front] == [35] * 5
 
 
+def test_what_is_said_of_float32_draws() -> None:
+    """docs/reproduce.md and README.md: perplexity and entropy in both samplers, and whether early steps are robust."""
+    text, readme = (" ".join((ROOT / name).read_text().split()) for name in ("docs/reproduce.md", "README.md"))
+    tokens, found = recorded("bpe")["schedules"]["by_light"]["4b"], recorded("precision")["by_steps"]
+    compared = {steps: (found[steps]["exact"], found[steps]["published"]) for steps in ("256", "1024", "2048")}
+    assert tokens["n"] == 1600 and tokens["family"] == found["256"]["exact"]["family"]
+    assert found.keys() == compared.keys()
+    compared["256"] = tokens, found["256"]["published"]
+
+    def heavy(result: dict[str, Any]) -> dict[str, Any]:
+        return dict(next(row for row in result["rows"] if row["schedule"] == "heavy"))
+
+    def moved(one: dict[str, Any], other: dict[str, Any], key: str) -> tuple[float, float, float]:
+        value = other[key] - one[key]
+        half = sum((row[f"{key}_ci"][1] - row[f"{key}_ci"][0]) ** 2 for row in (one, other)) ** 0.5 / 2
+        return value, value - half, value + half
+
+    rows = {steps: [heavy(result) for result in both] for steps, both in compared.items()}
+    exact, cut = ([f"{both[k]['gen_ppl']:.0f}" for both in rows.values()] for k in (0, 1))
+    assert f"a perplexity of {exact[0]}, {exact[1]} and {exact[2]} in 256, 1,024 and 2,048 steps" in text
+    assert f"float32 sampler {cut[0]}, {cut[1]} and {cut[2]}, with" in text
+    assert all(moved(*both, key)[2] < 0 for both in rows.values() for key in ("log_ppl", "entropy"))
+    less = [f"{-moved(*both, 'entropy')[0]:.3f}" for both in rows.values()]
+    assert f"with {less[0]}, {less[1]} and {less[2]} nats less entropy" in text
+    kept = [f"{found[steps]['kept_mass']['12b']['mean'][0]:.1%}" for steps in rows]
+    assert f"at t = 1 it leaves {kept[0]}, {kept[1]} and {kept[2]} of the probability" in text
+    assert all(both["kept_mass"]["12b"]["t"][0] == 1 for both in found.values())
+    (value, low, high), gained = (moved(rows["256"][k], rows["2048"][k], "log_ppl") for k in (0, 1))
+    assert low < 0 < high and f"({value:+.3f}, {low:+.3f} to {high:+.3f} in log-perplexity from 256 to 2,048)" in text
+    assert "what float32 gains ({:+.3f}, {:+.3f} to {:+.3f})".format(*gained) in text and gained[2] < 0
+    one, other = rows["1024"]
+    off = f"{1 - other['gen_ppl'] / one['gen_ppl']:.0%} off the perplexity and {one['entropy'] - other['entropy']:.2f}"
+    assert f"in 1,024 steps that [takes](docs/reproduce.md#recorded) {off} nats off the entropy" in readme
+
+    def middle(result: dict[str, Any]) -> list[tuple[float, float, float]]:
+        return [against(result["contrasts"], f"quarter:{k}", "quarter:1") for k in (2, 3)]
+
+    second, third = ("{:+.4f}, {:+.4f} to {:+.4f}".format(*item) for item in middle(tokens))
+    assert f"than in the first ({second}, and {third})" in text and all(low > 0 for _, low, _ in middle(tokens))
+    few = [item for both in compared.values() for result in both if result is not tokens for item in middle(result)]
+    assert len(few) == 10 and all(low < 0 < high for _, low, high in few) and recorded("precision")["n"] == 64
+    widths = [(high - low) / 2 for _, low, high in few]
+    assert f"(± {min(widths):.2f} to {max(widths):.2f}) are wider" in text
+    owt = paper.TABLES[paper.OWT]
+    theirs = [math.log(owt[f"quarter:{k}"].ppl / owt["quarter:1"].ppl) for k in (2, 3)]
+    assert f"own differences ({theirs[0]:.3f} and {theirs[1]:.3f}): open" in text and max(theirs) < min(widths)
+
+
 def test_what_the_reproduction_says_of_peaks() -> None:
     text = " ".join((ROOT / "docs" / "reproduce.md").read_text().split())
     first = {name: recorded(name)["pairs"][0] for name in ("disagreement",)}
@@ -290,15 +339,18 @@ def test_what_the_reproduction_says_of_peaks() -> None:
         assert low < 0 < high
 
 
-def composed() -> tuple[dict[str, Any], dict[tuple[str, str, str], Any], dict[tuple[str, str, str], Any], str]:
-    """The grid, its cells and its combinations by rule, dial and schedule, and what the document says of them."""
-    found = json.loads((ROOT / "results" / "compose" / "wiki-char.json").read_text())
+def composed(
+    family: str = "wiki-char",
+) -> tuple[dict[str, Any], dict[tuple[str, str, str], Any], dict[tuple[str, str, str], Any], str]:
+    """The grid, its cells and its combinations by rule, dial and schedule, and what the document says of them (what
+    stands before the section that was written from them)."""
+    found = json.loads((ROOT / "results" / "compose" / f"{family}.json").read_text())
     cells, both = (
         {(item["line"], item["dial"], item["schedule"]): item for item in found[name]}
         for name in ("rows", "combinations")
     )
-    text = (ROOT / "docs" / "decoding.md").read_text().split("<!-- compose wiki-char: begin -->")[0]
-    return found, cells, both, " ".join(text.split())
+    text = (ROOT / "docs" / "decoding.md").read_text().split(f"<!-- compose {family}: begin -->")[0]
+    return found, cells, both, " ".join(text.split(": end -->")[-1].split())
 
 
 def test_what_the_decoding_document_says_of_rules() -> None:
@@ -349,6 +401,9 @@ def test_what_the_decoding_document_says_of_rules() -> None:
     eight = (again, "T=256", "8b"), (plain, "T=256", "8b")
     assert f"go from {ppl(*eight[1])} to {ppl(*eight[0])}" in text and apart(*eight) and not apart(eight[0], end[1])
     assert f"({ppl(*end[1])}), as far as can be told, for {share(eight[0], end[1]):.0%} of their FLOPs" in text
+    four = (again, "T=256", "light"), (plain, "T=256", "light")
+    more = f"{share(*four) - 1:.0%} more FLOPs"
+    assert f"go from {ppl(*four[1])} to {ppl(*four[0])} for {more}" in text and apart(*four)
     mixed = (again, "T=256", "sandwich:50%"), (plain, "T=256", "sandwich:25%")
     assert f"{ppl(*mixed[0])} with half of the steps light, against {ppl(*mixed[1])} without" in text
     assert share(*mixed) > 1 and apart(*mixed)
@@ -393,8 +448,10 @@ def test_what_the_decoding_document_says_of_composing() -> None:
     assert f"loses {losses(plain, 'T=32', 'sandwich:25%', ' of log-perplexity')} alone) under `ancestral`" in text
     second, third = (losses(line, "T=32", "sandwich:25%") for line in (cut, again))
     assert f"{second}) with the nucleus and {third}) under `remdm-cap`" in text
-    first, second = (losses(line, "T=8", "light") for line in (plain, cut))
-    assert f"lose {first}) under `ancestral` and {second}) with the nucleus" in text
+    first, second, third = (losses(line, "T=8", "light") for line in (plain, cut, again))
+    assert f"lose {first}) under `ancestral`, {second}) with the nucleus and {third}) under `remdm-cap`" in text
+    for line in lines:
+        assert min(of[line], key=lambda item: item["interaction"]["value"]) is both[line, "T=8", "light"]
 
     dial = [both[line, "T=8", "8b"]["loss"]["steps"]["value"] for line in (plain, again, cut)]
     assert f"loses {dial[0]:.3f}, {dial[1]:.3f} and {dial[2]:.3f} under" in text
@@ -410,18 +467,104 @@ def test_what_the_decoding_document_says_of_composing() -> None:
     interaction = [item["interaction"]["value"] for item in of["low-confidence"]]
     assert f"from {min(interaction):+.3f} to {max(interaction):+.3f}" in text
     assert f"words {cells['low-confidence', 'T=8', 'heavy']['word_entropy']:.3f} for twelve blocks in 8 steps" in text
-    assert found["missing"] == [{"line": again, "dial": "T=256", "schedule": "light"}]
-    assert "`remdm-cap` with four blocks in 256 steps was not measured" in text
+    assert found["missing"] == [] and f"All {len(cells)} cells are measured" in text
 
 
 def test_the_grid_says_which_run_made_what() -> None:
     """Each cell's commit, and no seconds where other work shared the GPU."""
-    found, cells, _, _ = composed()
-    assert sum(run["cells"] for run in found["runs"]) == len(cells) == 69
-    for (line, dial, _), row in cells.items():
-        assert row["commit"] == ("04c026c" if line in ("remdm-cap:0.008", "ancestral@0.9") else "6bc3852")
-        shared = (line, dial) == ("remdm-cap:0.008", "T=256")
+    found, cells, _, text = composed()
+    assert sum(run["cells"] for run in found["runs"]) == len(cells) == 70
+    for cell, row in cells.items():
+        later = cell == ("remdm-cap:0.008", "T=256", "light")
+        first = "04c026c" if cell[0] in ("remdm-cap:0.008", "ancestral@0.9") else "6bc3852"
+        assert row["commit"] == ("134108c" if later else first)
+        shared = cell[:2] == ("remdm-cap:0.008", "T=256") and not later
         assert (row["seconds"] is None) == shared == ("seconds_beside_other_work" in row)
+    assert "remdm-cap T=256 light was sampled later by 134108c" in found["note"]
+    assert "`remdm-cap` with four blocks in 256 steps was sampled later than its line, with other kernels" in text
+
+
+def test_which_part_of_the_grid_was_measured_on_tokens() -> None:
+    found, cells, _, text = composed("wiki-bpe")
+    places = [(cell["line"], cell["dial"], cell["schedule"]) for cell in found["missing"]]
+    assert cells.keys() | set(places) == composed()[1].keys() and not cells.keys() & set(places)
+    assert (len(cells), len(places)) == (33, 37) and sum(run["cells"] for run in found["runs"]) == 33
+    assert "33 of the 70 cells are measured" in text and "The other 37 are missing" in text
+    lines = [line for line, _, _ in cells]
+    assert [lines.count(line) for line in ("ancestral", "low-confidence", "threshold")] == [15, 15, 3]
+    assert "all 15 of `ancestral`, all 15 of `low-confidence`, and `threshold:0.9` with twelve blocks and under" in text
+    assert {cell[1:] for cell in cells if cell[0] == "threshold"} == {
+        ("0.9", schedule) for schedule in ("heavy", "sandwich:25%", "sandwich:50%")
+    }
+    assert {row["commit"] for row in cells.values()} == {"134108c"} and found["commit"].startswith("134108c")
+    assert "33 of its 70 cells" in found["note"] and found["family"]["name"] == "wiki-bpe"
+    trained = json.loads((ROOT / "results" / "train" / "wiki-bpe.json").read_text())["models"]["judge"]["heldout"]
+    real, cut = found["heldout"], found["heldout_cut_every_256_tokens"]
+    assert f"the {real['rows']} rows" in found["note"] and f"it has {cut['gen_ppl']:.2f}" in found["note"]
+    low, high = trained["perplexity_interval"]  # the end of the text that the judge was tested on after training
+    assert low < real["corpus_ppl"] < high < cut["corpus_ppl"]
+
+
+def test_what_the_decoding_document_says_of_tokens() -> None:
+    found, cells, both, text = composed("wiki-bpe")
+    plain, sure = ([item for item in both.values() if item["line"] == line] for line in ("ancestral", "low-confidence"))
+    assert (len(plain), len(sure), len(both)) == (8, 8, 16)
+
+    def off(items: list[Any]) -> str:
+        return f"{max(abs(item['flops']['both'] / item['flops']['product'] - 1) for item in items):.1%}"
+
+    last = both["ancestral", "T=8", "light"]
+    rest = off([item for item in plain if item is not last])
+    assert f"to within {rest} under `ancestral` but for four blocks in 8 steps ({off([last])})" in text
+    assert f"to within {off(sure)} under `low-confidence`" in text
+
+    def paid(schedule: str, dial: str, what: str = "flops") -> float:
+        return float(cells["ancestral", dial, schedule][what] / found["n"])
+
+    once = []
+    for schedule in ("heavy", "8b", "light"):
+        calls, flops = ([paid(schedule, f"T={steps}", what) for steps in (256, 32, 8)] for what in ("calls", "flops"))
+        by_call = (flops[0] - flops[2]) / (calls[0] - calls[2])
+        once += [total - count * by_call for count, total in zip(calls, flops, strict=True)]
+    assert max(once) - min(once) < 1e-3 * once[0] and f"a sample pays {once[0] / 1e9:.2f} GFLOPs for" in text
+    assert f"That is {once[0] / paid('light', 'T=8'):.0%} of what four blocks in 8 steps cost" in text
+    for item in plain:
+        left = {
+            (schedule, dial): paid(schedule, dial) - once[0]
+            for schedule in ("heavy", item["schedule"])
+            for dial in ("T=256", item["dial"])
+        }
+        cheap, dear = left[item["schedule"], item["dial"]], left["heavy", "T=256"]
+        assert abs(cheap * dear / (left[item["schedule"], "T=256"] * left["heavy", item["dial"]]) - 1) < 0.001
+
+    kinds = [compose.kind_of(item) for item in plain]
+    assert f"overlap in {kinds.count('overlap')} of 8 combinations, all in 8 steps" in text and "compound" not in kinds
+    assert {item["dial"] for item, kind in zip(plain, kinds, strict=True) if kind == "overlap"} == {"T=8"}
+    quarter = both["ancestral", "T=32", "sandwich:25%"]
+    together, schedule, steps = (f"{quarter['loss'][name]['value']:.3f}" for name in ("both", "schedule", "steps"))
+    assert f"leaves {quarter['flops']['both']:.0%} of the FLOPs and loses {together} ({schedule} and {steps} al" in text
+
+    assert {compose.kind_of(item) for item in sure} == {"compound"} and "they compound in 8 of 8" in text
+    size = [item["interaction"]["value"] for item in sure]
+    assert f"by {min(size):.3f} to {max(size):.3f}" in text
+    there = [compose.kind_of(item) for cell, item in composed()[2].items() if cell[0] == "low-confidence"]
+    assert there.count("overlap") > len(there) / 2 and "on `wiki-char` most overlapped" in text
+    dull, real = cells["low-confidence", "T=256", "heavy"], found["heldout"]
+    first, second = (f"{item['gen_ppl']:.2f} and {item['word_entropy']:.3f}" for item in (dull, real))
+    assert f"in 256 steps {first}, where held-out text has {second}" in text
+    gain = both["low-confidence", "T=8", "sandwich:50%"]["loss"]["schedule"]
+    assert f"even gain {-gain['value']:.3f}" in text and gain["ci"][1] < 0
+    assert f"twelve blocks have {cells['ancestral', 'T=256', 'heavy']['gen_ppl']:.2f} under `ancestral`" in text
+
+
+@pytest.mark.parametrize("family", ["wiki-char", "wiki-bpe"])
+def test_the_sections_are_those_of_the_grids(family: str) -> None:
+    """The tables in the document are what the recorded file gives, and the answer what its combinations give."""
+    found, _, both, _ = composed(family)
+    begin, end = compose_view.marks(found)
+    written = (ROOT / "docs" / "decoding.md").read_text().split(begin)[1].split(end)[0]
+    assert written.strip() == compose_view.markdown(found) and found["answer"] == compose.answer(list(both.values()))
+    assert [row["front"] for row in found["rows"]] == compose.pareto(found["rows"])
 
 
 @pytest.mark.slow
@@ -454,6 +597,13 @@ def test_what_the_readme_says_of_composing() -> None:
     both, schedule, steps = (first["loss"][key]["value"] for key in ("both", "schedule", "steps"))
     text = f"leaves {first['flops']['both']:.0%} of the FLOPs at {both:+.3f} of log-perplexity, where its parts cost"
     assert f"{text} {schedule:+.3f} and {steps:+.3f}" in readme
+    tokens, cells, both, _ = composed("wiki-bpe")
+    plain = [item["flops"] for item in both.values() if item["line"] == "ancestral"]
+    worst = max(abs(flops["both"] / flops["product"] - 1) for flops in plain)
+    text = f"where {len(cells)} of the {len(found['rows'])} cells are measured, ancestral sampling does the same"
+    assert f"{text} (to within {worst:.1%}); under low-confidence decoding losses compound there" in readme
+    for item in tokens["combinations"]:
+        assert (compose.kind_of(item) == "compound") == (item["line"] == "low-confidence")
 
 
 def test_time_of_the_small_reproduction() -> None:
