@@ -118,7 +118,8 @@ def train_family(
 
 def heldout_text(corpus: TokenFile, most: int = 1_000_000) -> str:
     """The end of a corpus's held-out part, so many characters at most; nothing where sentences are padded, since a text
-    does not say where each ends."""
+    does not say where each ends. (Where rows lie between marks, the first may be cut short: `bound.held_out` finds the
+    whole ones.)"""
     if corpus.manifest.get("packing") == "pad":
         return ""
     return corpus.tokenizer.decode(corpus.heldout.reshape(-1)[-most:])[-most:]

@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 
 from relaylm import checkpoint, loop, train
-from relaylm.bound import bound, bound_text, causal_bound, spread_rows
+from relaylm.bound import bound, bound_text, causal_bound, held_out, spread_rows, wrapped_rows
 from relaylm.corpus import TokenFile, prepare
 from relaylm.denoiser import Architecture, FromLogits
 from relaylm.errors import UserError
@@ -386,6 +388,43 @@ def test_bound_counts_real_tokens_only() -> None:
     assert spread_rows(np.arange(100), 10, 4)[:, 0].tolist() == [0, 20, 50, 70]
     with pytest.raises(UserError, match="less than one row"):
         spread_rows(np.arange(5), 10)
+
+
+@given(
+    length=st.integers(3, 9), rows=st.integers(2, 12), cut=st.integers(0, 8), broken=st.sets(st.integers(0, 11)),
+    one_mark=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_rows_between_marks_are_found_again(
+    length: int, rows: int, cut: int, broken: set[int], one_mark: bool, seed: int
+) -> None:
+    """In a text that begins within a row, and in which some rows have become longer."""
+    rng = np.random.default_rng(seed)
+    first, last = (0, 0) if one_mark else (1, 0)
+    packed = [[first, *rng.integers(2, 9, length - 2).tolist(), last] for _ in range(rows)]
+    whole = [row for k, row in enumerate(packed) if k not in broken and (k > 0 or cut == 0)]
+    beside = any(k not in broken and k + 1 not in broken for k in range(0 if cut == 0 else 1, rows - 1))
+    text = [[*row[:-1], 5, last] if k in broken else row for k, row in enumerate(packed)]
+    found = wrapped_rows(np.array([*text[0][min(cut, length) :], *itertools.chain(*text[1:])]), length, first, last)
+    assert (found is not None) == beside and (found is None or found.tolist() == whole)
+
+
+def test_held_out_text_of_packed_rows_is_cut_where_they_were(tmp_path: Path) -> None:
+    words = "".join(f"word{k} and more of it.{' ' if k % 50 else chr(10) * 2}" for k in range(4000))
+    (tmp_path / "plain.txt").write_text(words)
+    corpus = prepare(
+        tmp_path / "plain.txt", tmp_path / "corpus", tokenizer="bpe:300", packing="wrap", length=32, holdout=0.1
+    )
+    (tmp_path / "heldout.txt").write_text(train.heldout_text(corpus, 3000))
+    tokenizer = corpus.tokenizer
+    size = tokenizer.size + 1
+    silent = FromLogits(lambda x, t: torch.zeros(*x.shape, size))
+    family = Family({"a": silent}, mask_id=size - 1, vocab_size=size, length=32, tokenizer=tokenizer)
+    tokens = held_out(family, tmp_path / "heldout.txt")
+    assert tokens is not None and len(tokens) >= 32 * 10
+    known = {tuple(row) for row in corpus.heldout.reshape(-1, 32).tolist()}
+    assert {tuple(row) for row in spread_rows(tokens, 32).tolist()} <= known
+    plain = held_out(family, tmp_path / "plain.txt")  # no marks: all of it
+    assert plain is not None and plain.tolist() == tokenizer.encode(words)
 
 
 # ------------------------------------------------------------------------------------------------- runs
