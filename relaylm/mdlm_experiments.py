@@ -92,8 +92,9 @@ def _up_and_down(run: Callable[[int], float], keys: Mapping[int, Any]) -> dict[i
 
 
 def precision(setup: Setup) -> dict[str, Any]:
-    """The seven schedules in exact sampling and as MDLM's float32 sampler draws them, at several numbers of steps;
-    `setup.family` is the one of `--bpe` here, if there is one (`reproduce.placed`)."""
+    """The seven schedules in exact sampling and as MDLM's float32 sampler draws them, at several numbers of steps; that
+    sampler is slow, so it has fewer samples. `setup.family` is the one of `--bpe` here, if there is one
+    (`reproduce.placed`)."""
     family = setup.family
     light, heavy = family.roles()
     n, length = setup.scale.precision_samples, setup.length()
@@ -101,7 +102,7 @@ def precision(setup: Setup) -> dict[str, Any]:
     rows_nL, _ = held_out_rows(setup, family, setup.text, 16)
     out = {}
     for steps in setup.scale.precision_steps:
-        exact = judged(setup, paper.SCHEDULES, n=n, steps=steps, rivals=False)
+        exact = judged(setup, paper.SCHEDULES, n=max(n, setup.scale.samples), steps=steps, rivals=False)
         rows, logs = [], {}
         for name in paper.SCHEDULES:
             setup.note(f"MDLM's sampler, T = {steps}, {name}")

@@ -98,6 +98,7 @@ EXPERIMENTS = (
             else "a family with a large vocabulary (--bpe): with few symbols float32 cuts nothing off"
         ),
         mdlm_experiments.precision,
+        edition=2,
     ),
     Experiment("strides", "Larger strides beside smaller models", (), _two, experiments.strides),
     Experiment("tuner", "What the tuner finds", (), _two, experiments.tuner, edition=2),
