@@ -324,7 +324,9 @@ def test_what_the_reproduction_says_of_peaks() -> None:
         f"`books-char` {left_open(first['second-corpus']):.3f} and t = {first['second-corpus']['peak_t']:.2f}" in text
     )
     kl = first["bpe"]["kl"]
-    assert f"On `wiki-bpe` it leaves {left_open(first['bpe']):.3f} open" in text and kl == sorted(kl, reverse=True)
+    said = "and the KL grows until t = 0.15 and stays there"
+    assert f"On `wiki-bpe` it leaves {left_open(first['bpe']):.3f} open, {said}" in text
+    assert kl == sorted(kl, reverse=True) and first["bpe"]["t"][2] == 0.15 and kl[0] - kl[2] < 0.01 < kl[2] - kl[4]
     assert f"{left_open(stages[1]):.3f} and t = {stages[1]['peak_t']:.2f} after 260 steps" in text
     assert f"{left_open(stages[2]):.3f} and {stages[2]['peak_t']:.2f} after 1,040" in text
     assert f"{left_open(stages[4]):.3f} and {stages[4]['peak_t']:.2f} at the end" in text
