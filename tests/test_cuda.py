@@ -31,7 +31,7 @@ except ModuleNotFoundError:  # run as a script on a machine without test tools: 
 
 from helpers import TableDenoiser, p_value
 
-from relaylm import kernels, products, timing
+from relaylm import products, race_kernels, timing
 from relaylm.decode import decode
 from relaylm.decoding import parse_rule
 from relaylm.denoiser import Architecture, Transformer, rotate
@@ -63,7 +63,7 @@ def test_race_kernel_draws_the_same_tokens_as_the_cpu() -> dict[str, int]:
             logits = torch.randn(n, vocab_size, generator=generator) * 3
             row, position, draw = torch.arange(n) + 7, torch.arange(n) % 11, torch.arange(n) % 3
             here = race(logits, seed, row, position, draw)
-            there = kernels.race(logits.cuda(), seed, row.cuda(), position.cuda(), draw.cuda()).cpu()
+            there = race_kernels.race(logits.cuda(), seed, row.cuda(), position.cuda(), draw.cuda()).cpu()
             different, drawn = different + int((here != there).sum()), drawn + n
     assert different <= drawn * 1e-4
     return {"drawn": drawn, "different": different}

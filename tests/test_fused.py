@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relaylm import attention_kernels, fused, fused_kernels, kernels, products
+from relaylm import attention_kernels, fused, fused_kernels, kernels, products, race_kernels
 from relaylm.denoiser import Architecture, Transformer
 from relaylm.objective import Objective, _places_of
 from relaylm.plan import race
@@ -257,8 +257,8 @@ def test_race_kernel_draws_what_the_race_draws() -> None:
     for programs, vocab in itertools.product((1, 12, 1 << 15), (28, 700, 2000)):
         logits = 3 * torch.randn(5, vocab, generator=generator)
         logits[2, vocab // 2 :] = -torch.inf
-        with mock.patch.object(kernels, "MANY_PROGRAMS", programs):
-            got = kernels.race(logits.to(DEVICE), 7, *(ids.to(DEVICE) for ids in line))
+        with mock.patch.object(race_kernels, "MANY_PROGRAMS", programs):
+            got = race_kernels.race(logits.to(DEVICE), 7, *(ids.to(DEVICE) for ids in line))
         assert torch.equal(got.cpu(), race(logits, 7, *line)), (programs, vocab)
 
 
