@@ -155,8 +155,11 @@ def bench(
     if progress and main:
         bar.write(f"speedup {main['speedup']:.2f}, light {main['speedup_light']:.2f}", file=sys.stderr)
     heavy_ms, engine_ms = main.get("reference_ms_per_row_step"), main.get("engine_ms_per_row_step")
-    cache_ms = part("cached reference", lambda: measure.other_windows(job, best["heavy"], False), "cache")
-    compiled_ms = part("compiled reference", lambda: measure.other_windows(job, best["heavy"], True), "compiled")
+    others = [
+        part(f"{name} reference", lambda compiled=compiled: measure.other_windows(job, best["heavy"], compiled), kind)  # type: ignore[misc]
+        for name, kind, compiled in (("cached", "cache", False), ("compiled", "compiled", True))
+    ]
+    (cache_ms, cache_batch), (compiled_ms, compiled_batch) = (found or (None, None) for found in others)
     check = part(
         "full trajectory of the reference", lambda: measure.trajectory(job, sweeps["heavy"] or {}), "trajectory"
     )
@@ -184,6 +187,8 @@ def bench(
         "reference_ms_per_row_step": heavy_ms,
         "reference_cache_ms_per_row_step": cache_ms,
         "reference_compiled_ms_per_row_step": compiled_ms,
+        "reference_cache_batch": cache_batch,
+        "reference_compiled_batch": compiled_batch,
         "engine_ms_per_row_step": engine_ms,
         "speedup": main.get("speedup"),
         "speedup_light": main.get("speedup_light"),

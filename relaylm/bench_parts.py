@@ -178,9 +178,10 @@ def against_reference(job: Job, batch: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def other_windows(job: Job, batch: int, compiled: bool) -> float:
+def other_windows(job: Job, batch: int, compiled: bool) -> tuple[float, int]:
     """Milliseconds per row-step of the cached or the compiled reference, heavy model, mean over the levels. At the
-    plain reference's best batch, or at half of it where that takes too much memory: the cache keeps probabilities."""
+    plain reference's best batch, or at half of it where that takes too much memory (the cache keeps probabilities);
+    which it was comes back too."""
     step = compiled_step(job.heavy) if compiled else None
     values = []
     try:
@@ -192,7 +193,7 @@ def other_windows(job: Job, batch: int, compiled: bool) -> float:
                 else:
                     window.compiled(step, 3)  # compiles
                     values.append(window.ms(lambda w=window: w.compiled(step)))  # type: ignore[misc]
-        return float(np.mean(values))
+        return float(np.mean(values)), batch
     except torch.OutOfMemoryError:
         if batch == 1:
             raise

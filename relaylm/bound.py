@@ -39,6 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from relaylm.corpus import wrap_marks, wrapped_rows
 from relaylm.errors import UserError
 from relaylm.plan import uniforms
 from relaylm.schedule import Timetable
@@ -84,31 +85,8 @@ def held_out(family: Family | None, text: str | Path | None = None) -> np.ndarra
     if file is None:
         return None
     tokens_N = np.asarray(family.tokenizer.encode(read_text(file), strict=False))
-    first, last = family.tokenizer.bos_id, family.tokenizer.eos_id
-    if last is None:
-        return tokens_N
-    rows_RL = wrapped_rows(tokens_N, family.length, last if first is None else first, last)
+    rows_RL = wrapped_rows(tokens_N, family.length, *wrap_marks(family.tokenizer))
     return tokens_N if rows_RL is None else rows_RL.ravel()
-
-
-def wrapped_rows(tokens_N: np.ndarray, length: int, first: int, last: int) -> np.ndarray | None:
-    """The rows of `length` tokens that begin with the mark `first` and end with `last` where the next one begins, or
-    None if there is no row beside another: then the text is not packed so. A row that did not survive being written as
-    text (a word cut in two can come back as other tokens) is left out."""
-    ends = tokens_N == last
-    begins = np.append(tokens_N, first) == first  # what comes after the text begins a row too
-    after = np.append(True, ends)  # does a row end before this token?
-    start_S = np.flatnonzero(begins[:-1] & after[:-1])
-    start_S = start_S[start_S + length <= len(tokens_N)]
-    start_S = start_S[ends[start_S + length - 1] & begins[start_S + length]]
-    kept, free = [], 0
-    for start in start_S.tolist():
-        if start >= free:
-            kept.append(start)
-            free = start + length
-    if not np.isin(np.array(kept, dtype=np.int64) + length, kept).any():
-        return None
-    return np.asarray(tokens_N[np.array(kept)[:, None] + np.arange(length)])
 
 
 def spread_rows(tokens_N: np.ndarray | Sequence[int], length: int, rows: int | None = None) -> np.ndarray:

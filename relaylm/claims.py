@@ -23,7 +23,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from relaylm import metrics, paper
-from relaylm.reproduce_figures import above_twin, against, difference, rivals_by_budget
+from relaylm.reproduce_figures import SAMPLERS, above_twin, against, difference, rivals_by_budget
 
 Data = Mapping[str, Mapping[str, Any]]  # results by experiment
 MODEST = 0.05  # more perplexity than all-heavy; the paper's 3.4% and no more than half again
@@ -331,7 +331,7 @@ def _tuners_rivals(result: Mapping[str, Any]) -> list[Finding]:
 def survives_exact_sampling(data: Data) -> list[Finding]:
     found = []
     for steps, both in data.get("precision", {}).get("by_steps", {}).items():
-        for kind, label in (("exact", "exact"), ("published", "MDLM's float32")):
+        for kind, label in SAMPLERS.items():
             pairs = both[kind]["contrasts"]
             items = [
                 f"quarter {k} against the first {_ci(*against(pairs, f'quarter:{k}', 'quarter:1'))}" for k in (2, 3)

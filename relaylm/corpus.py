@@ -102,11 +102,12 @@ class _Packer:
 
     def _flush_chunks(self) -> None:
         """wrap: every full chunk of L - 2 tokens as bos, chunk, eos; the rest waits."""
-        assert self.eos is not None
+        first, last = wrap_marks(self.tokenizer)
+        assert first is not None and last is not None
         stream, inner = np.concatenate(self.pending), self.length - 2
         whole = len(stream) // inner
-        rows = np.full((whole, self.length), self.eos, dtype=np.int64)
-        rows[:, 0] = self.eos if self.bos is None else self.bos
+        rows = np.full((whole, self.length), last, dtype=np.int64)
+        rows[:, 0] = first
         rows[:, 1:-1] = stream[: whole * inner].reshape(whole, inner)
         self.tokens.write(rows.ravel())
         self.pending, self.waiting = [stream[whole * inner :]], len(stream) - whole * inner
@@ -136,6 +137,33 @@ class _Packer:
             "dropped_tokens": self.waiting + self.truncated,
             "files": files,
         }
+
+
+def wrap_marks(tokenizer: Tokenizer) -> tuple[int | None, int | None]:
+    """What `wrap` puts before and after a row: bos, or eos where there is none, and eos."""
+    return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id, tokenizer.eos_id
+
+
+def wrapped_rows(tokens_N: np.ndarray, length: int, first: int | None, last: int | None) -> np.ndarray | None:
+    """Rows of `wrap` found again in a text: `length` tokens that begin with the mark `first` and end with `last` where
+    the next row begins. None if there is no row beside another: then the text is not packed so. A row that did not
+    survive being written as text (a word cut in two can come back as other tokens) is left out."""
+    if first is None or last is None:
+        return None
+    ends = tokens_N == last
+    begins = np.append(tokens_N, first) == first  # what comes after the text begins a row too
+    after = np.append(True, ends)  # does a row end before this token?
+    start_S = np.flatnonzero(begins[:-1] & after[:-1])
+    start_S = start_S[start_S + length <= len(tokens_N)]
+    start_S = start_S[ends[start_S + length - 1] & begins[start_S + length]]
+    kept, free = [], 0
+    for start in start_S.tolist():
+        if start >= free:
+            kept.append(start)
+            free = start + length
+    if not np.isin(np.array(kept, dtype=np.int64) + length, kept).any():
+        return None
+    return np.asarray(tokens_N[np.array(kept)[:, None] + np.arange(length)])
 
 
 def token_dtype(size: int) -> np.dtype:

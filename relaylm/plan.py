@@ -46,9 +46,9 @@ def philox(counter: Sequence[Any], key: tuple[int, int]) -> tuple[Any, Any, Any,
     words returned. (A signed 64-bit product wraps, but its bits are those of the unsigned one, and the mask after the
     arithmetic shift removes the sign's copies.)"""
     if any(isinstance(word, torch.Tensor) and word.is_cuda for word in counter):
-        from relaylm import race_kernels
+        from relaylm import kernels, race_kernels
 
-        if race_kernels.available():
+        if kernels.available():
             return race_kernels.philox(counter, key)  # type: ignore[return-value]
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -245,9 +245,9 @@ def race(
         cpu = [x.cpu() for x in (logits_NV, row_N, position_N, draw_N)]
         return race(cpu[0], seed, cpu[1], cpu[2], cpu[3]).to(logits_NV.device)
     if logits_NV.device.type == "cuda":
-        from relaylm import race_kernels
+        from relaylm import kernels, race_kernels
 
-        if race_kernels.available():
+        if kernels.available():
             return race_kernels.race(logits_NV, seed, row_N, position_N, draw_N)
     n, vocab_size = logits_NV.shape
     blocks = -(-vocab_size // BLOCK)

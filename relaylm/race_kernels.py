@@ -19,10 +19,6 @@ else:  # pragma: no cover - CPU builds of PyTorch come without Triton
     triton = None
 
 
-def available() -> bool:
-    return triton is not None
-
-
 if triton is not None:
     # Triton takes an integer argument that happens to be 1 for a compile-time constant (a seed of 1, say), which has no
     # `.to`; hence do_not_specialize below.

@@ -325,7 +325,8 @@ def _with_more_samples(result: dict[str, Any], others: Sequence[dict[str, Any]])
     for steps, both in result["by_steps"].items():
         exact = both["exact"]
         like = [other for other in others if all(other[key] == exact[key] for key in same)]
-        by_steps[steps] = {**both, "exact": max([exact, *like], key=lambda found: int(found["n"]))}
+        most = max([exact, *like], key=lambda found: int(found["n"]))
+        by_steps[steps] = both if most is exact else {**both, "exact": most, "exact_from": "bpe"}
     return {**result, "by_steps": by_steps}
 
 

@@ -171,15 +171,16 @@ def share_curves(result: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]
     return _save(figure, path)
 
 
+SAMPLERS = {"exact": "exact", "published": "MDLM's float32"}  # what they are called, by where their data is
+
+
 def precision_bars(by_steps: Mapping[str, Any], path: Path) -> Path:
     """Perplexity above all-heavy of each mixed schedule, exact and as MDLM draws, and the paper's."""
     figure = _figure(4.6 * len(by_steps), 3.2)
     panels = figure.subplots(1, len(by_steps), sharey=True, squeeze=False)[0]
     theirs = paper.TABLES[paper.OWT]
     for axes, (steps, found) in zip(panels, by_steps.items(), strict=True):
-        for k, (kind, label, colour, hatch) in enumerate(
-            (("exact", "exact", BLUE, ""), ("published", "MDLM's float32", ORANGE, "//"))
-        ):
+        for k, (kind, colour, hatch) in enumerate((("exact", BLUE, ""), ("published", ORANGE, "//"))):
             loss, error = [], []
             for name in paper.MIXED:
                 value, low, high = against(found[kind]["contrasts"], name, "heavy")
@@ -187,7 +188,7 @@ def precision_bars(by_steps: Mapping[str, Any], path: Path) -> Path:
                 error.append([value - low, high - value])
             x = np.arange(len(paper.MIXED)) + 0.4 * k - 0.2
             samples = difference(found[kind]["contrasts"], "sandwich", "heavy")[2]
-            label = f"{label}, {samples} samples"
+            label = f"{SAMPLERS[kind]}, {samples} samples"
             axes.bar(x, loss, 0.38, color=colour, hatch=hatch, edgecolor="white", label=label)
             axes.errorbar(x, loss, yerr=np.array(error).T, fmt="none", ecolor=BLACK, capsize=2)
         extra = [np.log1p(paper.degradation(theirs, name)) for name in paper.MIXED]
@@ -214,10 +215,9 @@ def precision_levels(by_steps: Mapping[str, Any], path: Path) -> Path:
             value = np.array([row[key] for row in rows])
             ends = [[v if end is None else end for end in row[f"{key}_ci"]] for v, row in zip(value, rows, strict=True)]
             error = np.abs(np.array(ends).T - value)
-            sampler = {"exact": "exact", "published": "MDLM's float32"}[kind]
             look: dict[str, Any] = {"color": colour, "marker": mark, "linestyle": line, "capsize": 3}
             x = np.arange(len(rows)) + 0.05 * (k - 1.5)  # beside each other, so that intervals can be told apart
-            axes.errorbar(x, value, yerr=error, label=f"{sampler}, all-{name}", **look)
+            axes.errorbar(x, value, yerr=error, label=f"{SAMPLERS[kind]}, all-{name}", **look)
         axes.set_xticks(range(len(by_steps)), list(by_steps))
         axes.set_xlabel("T")
         axes.set_ylabel(f"{label} (axis does not start at 0)", fontsize=8)

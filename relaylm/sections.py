@@ -17,7 +17,7 @@ from relaylm import reproduce_figures as draw
 from relaylm.claims import early_is_robust
 from relaylm.document import Block, Figure, Table, Text
 from relaylm.report import plot_importance
-from relaylm.reproduce_figures import against, difference
+from relaylm.reproduce_figures import SAMPLERS, against, difference
 from relaylm.schedule_sections import (
     Result,
     about_samples,
@@ -133,9 +133,6 @@ def bpe(result: Result, figures: Path) -> list[Block]:
     ]
 
 
-SAMPLERS = {"exact": "exact", "published": "MDLM's float32"}
-
-
 def precision(result: Result, figures: Path) -> list[Block]:
     by_steps, theirs = result["by_steps"], paper.TABLES[paper.OWT]
     rows, mass, words, answers = [], [], [], []
@@ -161,15 +158,14 @@ def precision(result: Result, figures: Path) -> list[Block]:
     times = [f"t = {t}" for t in next(iter(next(iter(by_steps.values()))["kept_mass"].values()))["t"]]
     costs = ", ".join(f"{_extra(theirs, f'quarter:{k}'):+.3f}" for k in (1, 2, 3, 4))
     about = f"Family {result['family']['name']}, vocabulary {result['vocabulary']}, length {result['length']}, "
-    about += (
-        f"{result['n']} samples of each schedule in each sampler. MDLM's sampler draws its noise in float32, which "
-    )
-    about += (
-        "cuts rare tokens off; the kept mass is the probability left in play. Schedules of one sampler share their "
-    )
-    about += "random numbers, so what stands against heavy is paired; the two samplers share none."
-    if more := [f"{found['exact']['n']} at T = {steps}" for steps, found in by_steps.items() if _more(found, result)]:
-        about += f" Where `--only bpe` has made the same exact comparison, its samples are taken: {', '.join(more)}."
+    exact_n = ", ".join(f"{found['exact']['n']} at T = {steps}" for steps, found in by_steps.items())
+    about += f"{result['n']} samples of each schedule from MDLM's sampler, in exact sampling {exact_n}. MDLM's sampler "
+    about += "draws its noise in float32, which cuts rare tokens off; the kept mass is the probability left in play. "
+    about += "Schedules of one sampler share their random numbers, so what stands against heavy is paired; the two "
+    about += "samplers share none."
+    if taken := [f"T = {steps}" for steps, found in by_steps.items() if found.get("exact_from")]:
+        about += " `--only bpe` has made the same exact comparison with more samples, which are taken: "
+        about += f"{', '.join(taken)}."
     apart = [_told_apart(found, name) for found in by_steps.values() for name in paper.MIXED]
     asked = (
         "Do light steps cost more in both middle quarters than in the first? The paper (T = 1000, by MDLM's code, so "
@@ -204,10 +200,6 @@ def _what_float32_does(steps: str, found: Result) -> str:
         f"({cut['gen_ppl'] / exact['gen_ppl'] - 1:+.0%} of perplexity), and entropy {exact['entropy']:.3f} and "
         f"{cut['entropy']:.3f}, {_moved(exact, cut, 'entropy')}"
     )
-
-
-def _more(found: Result, result: Result) -> bool:
-    return bool(found["exact"].get("n", 0) > result["n"])
 
 
 def _moved(row: Mapping[str, Any], other: Mapping[str, Any], key: str) -> str:

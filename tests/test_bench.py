@@ -68,6 +68,24 @@ def test_a_part_that_fails_leaves_null_and_a_reason(result: dict[str, Any]) -> N
     assert set(result["errors"]) == {"compiled reference", "memory"}
 
 
+def test_a_cache_too_large_for_memory_is_measured_in_half_a_batch(
+    result: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = result["reference_batch"]["heavy"]["best"]
+    assert result["reference_cache_batch"] == best and result["reference_compiled_batch"] is None
+    run = Window.ddpm_cache
+
+    def too_large(window: Window) -> None:
+        if window.batch > 1:
+            raise torch.OutOfMemoryError
+        run(window)
+
+    monkeypatch.setattr(Window, "ddpm_cache", too_large)
+    monkeypatch.setattr("relaylm.bench.best_batch", lambda *_: {"best": 4, "ms_per_row_step": {"4": 1.0}})
+    halved = bench(**TOY, parts=("cache",))
+    assert halved["reference_cache_batch"] == 1 and halved["reference_cache_ms_per_row_step"] > 0
+
+
 def test_what_was_measured_before_ctrl_c_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -459,11 +459,12 @@ def test_the_section_on_precision_sets_both_samplers_side_by_side(tmp_path: Path
     assert "Of 5 costs against heavy (mixed schedules at each T) 0 differ" in text
     cut = fake({**PAPERLIKE, "quarter:1": 0.5}, n=400, noise=0.1)["contrasts"]
     result["by_steps"]["256"]["published"]["contrasts"] = cut
-    result["n"] = 399
+    result["n"], result["by_steps"]["256"]["exact_from"] = 399, "bpe"
     blocks = SECTIONS["precision"](result, tmp_path)
     text = " ".join(block.text for block in blocks if isinstance(block, document.Text))
     assert "1 differ between the samplers" in text and "no at T = 256, MDLM's float32 (400 samples)" in text
-    assert "`--only bpe` has made the same exact comparison, its samples are taken: 400 at T = 256." in text
+    assert "399 samples of each schedule from MDLM's sampler, in exact sampling 400 at T = 256." in text
+    assert "`--only bpe` has made the same exact comparison with more samples, which are taken: T = 256." in text
     table = next(block for block in blocks if isinstance(block, document.Table) and block.name == "precision")
     assert [row[:2] for row in table.rows] == [["256", name] for name in paper.SCHEDULES]
     assert all(len(row) == len(table.head) for row in table.rows) and table.rows[-1][-3:] == ["", "", ""]

@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaylm import checkpoint, loop, train
-from relaylm.bound import bound, bound_text, causal_bound, held_out, spread_rows, wrapped_rows
-from relaylm.corpus import TokenFile, prepare
+from relaylm.bound import bound, bound_text, causal_bound, held_out, spread_rows
+from relaylm.corpus import TokenFile, prepare, wrapped_rows
 from relaylm.denoiser import Architecture, FromLogits
 from relaylm.errors import UserError
 from relaylm.family import Family
