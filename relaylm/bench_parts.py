@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from relaylm import kernels, reference
+from relaylm import kernels, metrics, reference
 from relaylm.denoiser import Architecture, Transformer, build
 from relaylm.diffusion import LINEAR
-from relaylm.engine import Engine, Law, Shape, settings
+from relaylm.engine import Call, Engine, Law, Shape, settings
 from relaylm.event_queue import call_shapes
 from relaylm.plan import Plan, make_events, make_plan, race
 from relaylm.published import Side, Window, compiled_step, corrupted, device_seconds_of, dtype_of, seconds_of
@@ -330,8 +331,23 @@ def _fit(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
     return {"value": slope, "ci": [slope - half, slope + half], "intercept": intercept}
 
 
+class _Counting(Engine):
+    """An engine that counts the empty places of its calls by model: they are computed too."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.empty = [0 for _ in self.models]
+
+    def run(self, call: Call, everywhere: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+        self.empty[call.model] += call.shape.rows - len(call.rows_R)
+        return super().run(call, everywhere)
+
+
 def shares(job: Job, row_step_seconds: float) -> dict[str, Any]:
-    """Time and operations saved by light share. Passes go up and down the shares, all-heavy at both ends of each."""
+    """Time and operations saved by light share. Passes go up and down the shares, all-heavy at both ends of each.
+
+    `flops_saved` counts the calls. In runs this short a partly filled call more or less shows, so time is compared
+    (`p_below_flops`) with `flops_saved_with_empty_places`, which counts what was computed; in long runs these agree."""
     repeats = job.effort.repeats
     batch = max(1, job.batch // 2) if job.device.type == "cuda" else job.batch  # in short runs whole ones are coarse
     rows = 8 * batch  # many rows with few free positions: then mixed batches are full, as in long runs
@@ -340,50 +356,69 @@ def shares(job: Job, row_step_seconds: float) -> dict[str, Any]:
     free = int(np.clip(job.length * job.effort.share_seconds / (runs * full), min(4, job.length), job.length))
     plan = job.plan(rows, free)
     # These runs are short: capturing calls anew in each would weigh on those that need both models.
-    kept = Engine([job.light.engine, job.heavy.engine], plan, job.heavy.engine.mask_id, Law(), job.device)
+    models = [job.light.engine, job.heavy.engine]
+    kept = _Counting(models, plan, job.heavy.engine.mask_id, Law(), job.device)
     warm = plan if job.device.type == "cuda" else job.plan(rows, min(free, 4))  # all shapes where they are captured
     for share in (0, 100):
         job.engine(warm, share, batch, kept)
     saved: dict[int, list[float]] = {share: [] for share in SHARES}
+    counted: dict[int, list[float]] = {share: [] for share in SHARES}
     done: dict[int, list[Samples]] = {share: [] for share in SHARES}
     for i in range(repeats):
         order = [*SHARES, 0] if i % 2 == 0 else [0, *SHARES[::-1]]
         times: dict[int, list[float]] = {}
-        # Other rows in each pass: how far each model's calls are from a whole number of batches is chance, and in runs
-        # this short a call more or less shows.
+        flops: dict[int, list[float]] = {}
+        # Other rows in each pass: how far each model's calls are from a whole number of batches is chance.
         plan = job.plan(rows, free, first_row=i * rows)
         for share in order:
+            kept.empty = [0 for _ in models]
             seconds, samples = job.engine(plan, share, batch, kept)
+            wasted = sum(empty * model.flops(job.length, 1) for empty, model in zip(kept.empty, models))
             times.setdefault(share, []).append(seconds)
+            flops.setdefault(share, []).append((samples.cost.flops or 0.0) + wasted)
             done[share].append(samples)
-        base = float(np.mean(times[0]))
         for share in SHARES:
-            saved[share] += [1 - seconds / base for seconds in times[share]]
+            saved[share] += [1 - seconds / float(np.mean(times[0])) for seconds in times[share]]
+            counted[share] += [1 - executed / flops[0][0] for executed in flops[share]]
     entries, x, y = [], [], []
     for share in SHARES:
         costs = [samples.cost for samples in done[share]]
         light = [cost.calls["light"] / cost.total_calls for cost in costs]
-        flops = [cost.flops_saved or 0.0 for cost in costs]
-        apart = np.asarray(saved[share]) - np.asarray(flops)  # each pass against its own operations
-        error = float(np.std(apart, ddof=1)) / math.sqrt(repeats) if repeats > 1 else 0.0
         entries.append(
             {
                 "light_share": share / 100,
                 "light_share_of_calls": float(np.mean(light)),
-                "flops_saved": float(np.mean(flops)),
+                "flops_saved": float(np.mean([cost.flops_saved or 0.0 for cost in costs])),
+                "flops_saved_with_empty_places": float(np.mean(counted[share])),
                 "blocks_saved": costs[0].blocks_saved,
                 "wall_saved": float(np.mean(saved[share])),
                 "wall_saved_sd": float(np.std(saved[share], ddof=1)) if repeats > 1 else 0.0,
                 "wall_saved_all": saved[share],
-                "wall_minus_flops_all": apart.tolist(),
+                "wall_minus_flops_all": (np.asarray(saved[share]) - np.asarray(counted[share])).tolist(),
                 "padded_calls": [cost.padded_calls for cost in costs],
-                "significantly_below_flops": bool(apart.mean() + 2 * error < 0),
             }
         )
         x += light
         y += saved[share]
+    told = below_zero([entry["wall_minus_flops_all"] for entry in entries[1:]])  # all-heavy is what they are against
+    for entry, p in zip(entries, [1.0, *told]):
+        entry |= {"p_below_flops": p, "significantly_below_flops": p < 0.05}
     how = f"{rows} rows in batches of {batch}, {free} of {job.length} positions free (the rest given), {repeats} passes"
     return {"shares": entries, "slope": {**_fit(x, y), "over": "light share of calls"}, "shares_measured_on": how}
+
+
+def below_zero(passes: Sequence[Sequence[float]]) -> list[float]:
+    """The p-value of each mean being below zero: one-sided, by Student's t with the spread of the passes that all have
+    in common, adjusted for their number (Holm). With one pass nothing is told: 1."""
+    freedom = sum(len(values) - 1 for values in passes)
+    if freedom == 0:
+        return [1.0] * len(passes)
+    spread = math.sqrt(sum(float(np.var(values)) * len(values) for values in passes) / freedom)
+    means = [float(np.mean(values)) for values in passes]
+    if spread == 0:
+        return [float(mean >= 0) for mean in means]
+    t = [mean / spread * math.sqrt(len(values)) for mean, values in zip(means, passes)]
+    return metrics.holm([metrics.student_cdf(value, freedom) for value in t])
 
 
 def memory(job: Job, batch: int) -> dict[str, Any]:

@@ -268,7 +268,7 @@ def report(folder: Path, reasons: dict[str, str] | None = None) -> dict[str, Any
         if mine is not None:
             missing = mine["result"].get("missing") or []
             body.append(Text(_made(mine) + (f" Not in this family: {', '.join(missing)}." if missing else "")))
-            body += SECTIONS[name](_completed(name, mine["result"], sources), folder / "figures")
+            body += SECTIONS[name](_completed(name, mine["result"]), folder / "figures")
             shown[name] = "own"
         if theirs is not None and (mine is None or mine["result"].get("missing")):
             why = f"Not run here: {reasons[name]}. " if mine is None and reasons and name in reasons else ""
@@ -276,7 +276,7 @@ def report(folder: Path, reasons: dict[str, str] | None = None) -> dict[str, Any
             body.append(Text(why + kept_text))
             marked = folder / "figures" / "committed"
             marked.mkdir(exist_ok=True)
-            body += [_renamed(block) for block in SECTIONS[name](_completed(name, theirs["result"], sources), marked)]
+            body += [_renamed(block) for block in SECTIONS[name](_completed(name, theirs["result"]), marked)]
             shown.setdefault(name, "committed")
         elif mine is None:
             why = (reasons or {}).get(name, "it was not asked for")
@@ -297,8 +297,8 @@ def report(folder: Path, reasons: dict[str, str] | None = None) -> dict[str, Any
 
 
 def _judged(data: dict[str, dict[str, Any]]) -> list[Verdict]:
-    results = {name: _completed(name, item["result"], data) for name, item in data.items()}
-    return verdicts(results if "time" in results else {**results, "time": _completed("time", {}, data)})
+    results = {name: _completed(name, item["result"]) for name, item in data.items()}
+    return verdicts(results if "time" in results else {**results, "time": _completed("time", {})})
 
 
 def recorded_verdicts(folder: Path = COMMITTED) -> list[Verdict]:
@@ -306,28 +306,13 @@ def recorded_verdicts(folder: Path = COMMITTED) -> list[Verdict]:
     return _judged({name: item for name in NAMES if (item := load(folder / f"{name}.json")) is not None})
 
 
-def _completed(name: str, result: dict[str, Any], data: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Where time was measured without a GPU, the paper's size comes from the recorded bench; an exact comparison of
-    `precision` that `bpe` has made with more samples comes from there."""
-    if name == "precision" and "bpe" in data:
-        return _with_more_samples(result, list(data["bpe"]["result"]["schedules"]["by_light"].values()))
+def _completed(name: str, result: dict[str, Any]) -> dict[str, Any]:
+    """Where time was measured without a GPU, the paper's size comes from the recorded bench."""
     if name != "time" or result.get("paper_size") or not BENCH.is_file():
         return result
     found = json.loads(BENCH.read_text(encoding="utf-8"))
     recorded = f"recorded on one {found['machine']['gpu']}, {found['date']}: `{found['command']}`"
     return {**result, "paper_size": mdlm_experiments.paper_size(found), "recorded": recorded}
-
-
-def _with_more_samples(result: dict[str, Any], others: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Exact comparisons exchanged for those of the same family, schedules and settings with the most samples."""
-    same = ("family", "light", "heavy", "length", "steps", "judge", "recipe", "conditional")
-    by_steps = {}
-    for steps, both in result["by_steps"].items():
-        exact = both["exact"]
-        like = [other for other in others if all(other[key] == exact[key] for key in same)]
-        most = max([exact, *like], key=lambda found: int(found["n"]))
-        by_steps[steps] = both if most is exact else {**both, "exact": most, "exact_from": "bpe"}
-    return {**result, "by_steps": by_steps}
 
 
 def _renamed(block: Block) -> Block:

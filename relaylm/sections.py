@@ -163,9 +163,6 @@ def precision(result: Result, figures: Path) -> list[Block]:
     about += "draws its noise in float32, which cuts rare tokens off; the kept mass is the probability left in play. "
     about += "Schedules of one sampler share their random numbers, so what stands against heavy is paired; the two "
     about += "samplers share none."
-    if taken := [f"T = {steps}" for steps, found in by_steps.items() if found.get("exact_from")]:
-        about += " `--only bpe` has made the same exact comparison with more samples, which are taken: "
-        about += f"{', '.join(taken)}."
     apart = [_told_apart(found, name) for found in by_steps.values() for name in paper.MIXED]
     asked = (
         "Do light steps cost more in both middle quarters than in the first? The paper (T = 1000, by MDLM's code, so "

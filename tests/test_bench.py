@@ -12,8 +12,9 @@ import torch
 
 from relaylm import bench_parts, reference
 from relaylm.bench import bench, render
-from relaylm.bench_parts import executed_flops, kl_to_fp32
+from relaylm.bench_parts import below_zero, executed_flops, kl_to_fp32
 from relaylm.denoiser import Architecture
+from relaylm.engine import Law
 from relaylm.errors import UserError
 from relaylm.plan import make_plan
 from relaylm.published import Side, Window, compiled_step, random_network
@@ -226,3 +227,30 @@ def test_kl_sees_a_rounded_network() -> None:
 def test_with_a_compiler() -> None:
     found = bench(**TOY)
     assert (found["reference_compiled_ms_per_row_step"] is None) == ("compiled reference" in found["errors"])
+
+
+def test_less_time_saved_than_operations_must_stand_the_number_of_shares() -> None:
+    """Two shares of two passes: Student's t with two degrees of freedom has a closed form."""
+    low, other = [-0.03, -0.05], [0.01, -0.01]
+    spread = math.sqrt((0.02**2 / 2 + 0.02**2 / 2) / 2)
+    t = -0.04 / spread * math.sqrt(2)
+    p = 0.5 + t / (2 * math.sqrt(2 + t * t))
+    assert below_zero([low, other]) == pytest.approx([2 * p, 0.5]) and 2 * p < 0.06
+    assert below_zero([[-0.01] * 2, [0.01] * 2]) == [0.0, 1.0] and below_zero([[-0.01], [0.01]]) == [1.0, 1.0]
+
+
+def test_empty_places_are_counted_by_model(result: dict[str, Any]) -> None:
+    for entry in result["shares"]:
+        apart = np.asarray(entry["wall_saved_all"]) - entry["flops_saved_with_empty_places"]
+        assert np.mean(entry["wall_minus_flops_all"]) == pytest.approx(np.mean(apart))
+    a = {"vocab_size": 12, "length": 6, "width": 8, "heads": 2, "cond_dim": 8}
+    models = {name: random_network(Architecture(depth=depth, **a), 0) for name, depth in (("light", 1), ("heavy", 2))}
+    given = np.full((5, 6), -1)
+    given[np.arange(5), np.arange(5)] = 3  # no two begin alike, so every call is one of its own
+    plan = make_plan(5, 6, 0, given)
+    for schedule, used in (("light", 0), ("heavy", 1), ("L50% H50%", None)):
+        engine = bench_parts._Counting(list(models.values()), plan, 11, Law(), torch.device("cpu"))
+        policy = Schedule.parse(schedule).bind("light", "heavy")
+        cost = denoise(models, policy, plan, mask_id=11, steps=4, batch_size=4, device="cpu", engine=engine).cost
+        assert sum(engine.empty) == cost.padded_calls > 0
+        assert used is None or engine.empty[1 - used] == 0

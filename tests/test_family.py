@@ -144,12 +144,14 @@ def test_batch_size_on_the_cpu(n: int, length: int, width: int, rows: int) -> No
 
 @pytest.mark.parametrize(
     ("free", "length", "rows"),
-    [(100 << 30, 1024, 128), (100 << 30, 256, 512), (2 << 30, 1024, 32), (1 << 20, 1024, 1), (100 << 30, 100_000, 1)],
+    [(100 << 30, 1024, 132), (100 << 30, 256, 528), (2 << 30, 1024, 32), (1 << 20, 1024, 1), (100 << 30, 200_000, 1)],
 )
 def test_batch_size_on_cuda(monkeypatch: pytest.MonkeyPatch, free: int, length: int, rows: int) -> None:
     family = Family({"a": network(width=768, length=length, heads=12)}, mask_id=27, vocab_size=28, length=length)
     family.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    h200 = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
     assert family.batch_size(1000, length) == rows and family.batch_size(1, length) == 1
 
 

@@ -430,21 +430,6 @@ def sampled_both_ways(n: int, steps: int = 256, seed: int = 0, **about: Any) -> 
     return {"by_steps": by_steps, "family": {"name": "x"}, "vocabulary": 8193, "n": n, "length": 256}
 
 
-def test_exact_samples_come_from_where_there_are_most_of_the_same() -> None:
-    few, many = sampled_both_ways(6), sampled_both_ways(1000, seed=5)["by_steps"]["256"]["exact"]
-
-    def verdict(other: dict[str, Any]) -> list[bool | None]:
-        tokens = {"schedules": {"by_light": {"8b": {**other, "light": "8b"}, "4b": other}}}
-        found = reproduce._judged({"precision": {"result": few}, "bpe": {"result": tokens}})
-        return [f.says for v in found if v.claim.name.startswith("Early") for f in v.findings]
-
-    assert verdict(many) == [True, None] and verdict({**many, "n": 5}) == [None, None]
-    other = {"family": {"name": "x", "digest": "other"}, "light": "6b", "steps": 128, "length": 64, "judge": "gpt2"}
-    for key, value in {**other, "recipe": "mdlm", "conditional": True, "heavy": "10b"}.items():
-        assert verdict({**many, key: value}) == [None, None], key
-    assert few["by_steps"]["256"]["exact"]["n"] == 6  # the recorded data itself stays as it is
-
-
 def test_the_section_on_precision_sets_both_samplers_side_by_side(tmp_path: Path) -> None:
     result = sampled_both_ways(400)
     blocks = SECTIONS["precision"](result, tmp_path)
@@ -455,16 +440,15 @@ def test_the_section_on_precision_sets_both_samplers_side_by_side(tmp_path: Path
     assert f"entropy 3.000 and 2.950, -0.0500 ({-0.05 - half:+.4f} to {-0.05 + half:+.4f})" in text
     assert "leaves 80.0% of the probability in play at t = 1.0, 99.0% at t = 0.1" in text
     assert "yes at T = 256, exact (400 samples); yes at T = 256, MDLM's float32 (400 samples)" in text
-    assert "quarters 1 to 4 cost +0.039, +0.112, +0.093, +0.057" in text and "--only bpe" not in text
+    assert "quarters 1 to 4 cost +0.039, +0.112, +0.093, +0.057" in text
     assert "Of 5 costs against heavy (mixed schedules at each T) 0 differ" in text
     cut = fake({**PAPERLIKE, "quarter:1": 0.5}, n=400, noise=0.1)["contrasts"]
     result["by_steps"]["256"]["published"]["contrasts"] = cut
-    result["n"], result["by_steps"]["256"]["exact_from"] = 399, "bpe"
+    result["n"] = 399
     blocks = SECTIONS["precision"](result, tmp_path)
     text = " ".join(block.text for block in blocks if isinstance(block, document.Text))
     assert "1 differ between the samplers" in text and "no at T = 256, MDLM's float32 (400 samples)" in text
     assert "399 samples of each schedule from MDLM's sampler, in exact sampling 400 at T = 256." in text
-    assert "`--only bpe` has made the same exact comparison with more samples, which are taken: T = 256." in text
     table = next(block for block in blocks if isinstance(block, document.Table) and block.name == "precision")
     assert [row[:2] for row in table.rows] == [["256", name] for name in paper.SCHEDULES]
     assert all(len(row) == len(table.head) for row in table.rows) and table.rows[-1][-3:] == ["", "", ""]

@@ -34,7 +34,11 @@ def test_speed_table_of_the_readme() -> None:
     assert f"(MDLM's sampler: {100 * light / heavy:.1f}%)" in readme
     assert f"| the same under `torch.compile` | {found['reference_compiled_ms_per_row_step']:.2f} | |" in readme
     plain = " ".join(readme.split())
-    assert f"goes to the light model saves {found['slope']['value']:.2f}% of the time" in plain
+    low, high = found["slope"]["ci"]
+    value = f"{found['slope']['value']:.2f}% of the time ({low:.3f} to {high:.3f})"
+    assert f"goes to the light model saves {value}, and at no share is it significantly less than the FLOPs" in plain
+    assert not any(entry["significantly_below_flops"] for entry in found["shares"])
+    assert f"computes at {100 * found['fraction_of_limit']:.0f}% of the rate" in plain
     memory = found["peak_memory_engine"] / found["peak_memory_reference"]
     assert f"batch 32 is {100 * memory:.1f}% of the reference's" in plain and found["peak_memory_batch"] == 32
     assert f"is {found['kl_to_fp32']:.1e} nats" in plain
