@@ -271,8 +271,7 @@ def no_rival_wins(data: Data) -> list[Finding]:
             if says is None and sign(low, high) is not None:
                 evidence += f"; among {len(result['rivals'])} contests p = {item['p_holm']:.2f} (Holm)"
             found.append(Finding(where, says, evidence))
-    tuner = data.get("tuner", {})
-    return found + (_rivals_on_fresh_rows(tuner["fresh"]) if "fresh" in tuner else _tuners_rivals(tuner))
+    return found + (_rivals_on_fresh_rows(data["tuner"]["fresh"]) if "tuner" in data else [])
 
 
 def _rivals_on_fresh_rows(fresh: Mapping[str, Any]) -> list[Finding]:
@@ -300,32 +299,6 @@ def _chance(value: float, error: float, rows: int) -> float:
     if rows < 2 or value == 0:
         return 1.0
     return 0.0 if error == 0 else 2 * metrics.student_cdf(-abs(value / error), rows - 1)
-
-
-def _tuners_rivals(result: Mapping[str, Any]) -> list[Finding]:
-    """The same of what the search itself confirmed, where nothing was judged on fresh rows: at each budget the deepest
-    model alone that fits in it and the heavy one in fewer steps.
-
-    Only differences from all-heavy are kept there. Of a difference between two of them the standard deviation is at
-    most the sum of theirs, and so is the half width of its interval taken here."""
-    found = []
-    for goal in result.get("front", []):
-        rows = [row for row in result["confirmed"] if row["kind"] == "rival" and row["price"] <= goal["limit"]]
-        kinds: dict[str, Mapping[str, Any]] = {}
-        for row in sorted(rows, key=lambda row: row["price"]):  # of each kind the one that spends most
-            fewer = row["steps"] < result["steps"]
-            kinds["sandwich" if row["what"] == "sandwich" else "fewer" if fewer else "alone"] = row
-        if "sandwich" not in kinds:
-            continue
-        sandwich = kinds.pop("sandwich")["against_heavy"]
-        for row in kinds.values():
-            value = row["against_heavy"]["difference"] - sandwich["difference"]
-            half = _half(row["against_heavy"]["ci"]) + _half(sandwich["ci"])
-            low, high = value - half, value + half
-            where = f"tuner, {goal['saved_at_least']:.0%} saved"
-            evidence = f"{row['what']} {_ci(value, low, high)} against the sandwich (widest interval possible)"
-            found.append(Finding(where, sign(low, high), evidence))
-    return found
 
 
 def survives_exact_sampling(data: Data) -> list[Finding]:

@@ -144,7 +144,8 @@ def render_verdicts(data: Path | None = None) -> str:
     names = [item["family"]["name"] for item in made.values()]
     names += [second["result"]["schedules"]["family"]["name"]] if second is not None else []
     machine = first["machine"]["gpu"] or first["machine"]["cpu"]
-    lines = [f"{', '.join(dict.fromkeys(names))}; {machine}, {first['date']}:"]
+    days = sorted({item["date"] for item in made.values()})
+    lines = [f"{', '.join(dict.fromkeys(names))}; {machine}, {' to '.join(dict.fromkeys([days[0], days[-1]]))}:"]
     lines += ["", "| claim of the paper | verdict here | findings |", "|---|---|---|"]
     for verdict in recorded_verdicts(folder):
         words = {"yes": True, "no": False, "open": None}

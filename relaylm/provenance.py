@@ -1,7 +1,9 @@
-"""How a result was made: the command, the machine, the versions, the commit. Every file under results/ holds them."""
+"""How a result was made: the command, the machine, the versions, the commit, the day. Every file under results/ holds
+them."""
 
 from __future__ import annotations
 
+import datetime
 import platform
 import shlex
 import subprocess
@@ -23,6 +25,7 @@ def how_made(device: torch.device) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "relaylm": relaylm.__version__},
         "command": _command(),
         "commit": _commit(),
+        "date": datetime.date.today().isoformat(),
     }
 
 

@@ -10,7 +10,6 @@ kept with the project, marked as such with the command that remakes it, or said 
 
 from __future__ import annotations
 
-import datetime
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -199,7 +198,6 @@ def _run(experiment: Experiment, setup: Setup, folder: Path) -> dict[str, Any]:
         "family": {"name": setup.family.name, "digest": setup.family.digest, "models": list(setup.family.names)},
         "seed": setup.seed,
         **how_made(setup.family.device),
-        "date": datetime.date.today().isoformat(),
         "seconds": seconds,
     }
     write_json(file, {**about, "result": _rounded(result)})

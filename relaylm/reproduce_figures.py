@@ -257,10 +257,8 @@ def difference(pairs: Sequence[Mapping[str, Any]], name: str, other: str) -> tup
 
 
 def tuned_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the tuner's search led to, against all-heavy: on fresh rows where there are any, else as it confirmed it."""
-    fresh = result.get("fresh")
-    if fresh is None:
-        return list(result["confirmed"])
+    """What the tuner's search led to, on fresh rows against all-heavy."""
+    fresh = result["fresh"]
     zero = {"difference": 0.0, "ci": [0.0, 0.0]}
     found: dict[str, dict[str, Any]] = {}
     found[fresh["heavy"]] = {"what": "all-heavy", "kind": "anchor", "saved": 0.0, "against_heavy": zero}

@@ -306,19 +306,15 @@ def tuner(result: Result, figures: Path) -> list[Block]:
         chosen.setdefault(f"`{goal['schedule']}` ({goal['what']})", []).append(percent(goal["saved_at_least"], 0))
     found = "; ".join(f"to save {' or '.join(savings)}, {what}" for what, savings in chosen.items())
     text = f"{result['verdict']} What it recommends: {found}."
-    fresh = result.get("fresh")
-    if fresh is not None:
-        text += f" What stands in the table was then judged on {fresh['n']} rows that the search has not seen (seed "
-        text += f"{fresh['seed']}), the same for all schedules; the best and the next best there are listed below."
-    elif result.get("front"):
-        text += f" Recommendations are chosen on one half of {result['confirmed'][0]['rows']} fresh rows and measured "
-        text += "on the other; mixtures of its own and the figure are measured on all."
+    fresh = result["fresh"]
+    text += f" What stands in the table was then judged on {fresh['n']} rows that the search has not seen (seed "
+    text += f"{fresh['seed']}), the same for all schedules; the best and the next best there are listed below."
     caption = "Quality against cost: schedules that the tuner made, and what simpler ways give for the same money."
     return [
         Text(f"{text} {_calls(result['calls'])}"),
-        *([] if fresh is None else [Text(_best_on_fresh_rows(fresh))]),
+        Text(_best_on_fresh_rows(fresh)),
         Figure(draw.front(result, figures / "tuner.png"), caption),
-        _recommended_table(result) if fresh is None else _fresh_table(fresh),
+        _fresh_table(fresh),
     ]
 
 
@@ -350,25 +346,3 @@ def _fresh_table(fresh: Result) -> Table:
         same = other == row["schedule"]
         rows.append([*cells, "" if same else signed(against(fresh["contrasts"], row["schedule"], other))])
     return Table("tuner", "At each budget, on fresh rows", head, rows)
-
-
-def _recommended_table(result: Result) -> Table:
-    """By what the search itself confirmed."""
-    head = ["to save", "recommended", "what", "saved", "log-PPL against heavy", "best rival", "against it"]
-    head += ["best mixture of the tuner's own", "saved", "its log-PPL against heavy"]
-    rows: list[list[str]] = []
-    for goal in result.get("front", []):
-        rival, saved = goal.get("best_rival"), percent(goal["saved_at_least"], 0)
-        cells = [saved, goal["schedule"], goal["what"], percent(goal["saved"]), _loss(goal["against_heavy"])]
-        if rival is None:
-            cells += ["", ""]
-        elif rival["schedule"] == goal["schedule"]:
-            cells += [rival["what"], "the same"]
-        else:
-            cells += [rival["what"], _loss(rival["against"])]
-        fits = [row for row in result["confirmed"] if row["kind"] == "mixed" and row["price"] <= goal["limit"]]
-        own = min(fits, key=lambda row: row["against_heavy"]["difference"], default=None)
-        rows.append(
-            cells + (["", "", ""] if own is None else [own["what"], percent(own["saved"]), _loss(own["against_heavy"])])
-        )
-    return Table("tuner", "What the tuner recommends at each budget", head, rows)

@@ -216,37 +216,6 @@ def test_the_order_is_compared_with_that_of_the_same_light_model() -> None:
     assert verdict_of("The ranking", data) == "confirmed"
 
 
-def tuned(sandwich: float, fewer: float, half: float) -> dict[str, Any]:
-    """A tuner's result with one budget, its rivals at known distances from all-heavy."""
-
-    def row(what: str, steps: int, price: float, loss: float) -> dict[str, Any]:
-        item = {"difference": loss, "ci": [loss - half, loss + half]}
-        return {"what": what, "kind": "rival", "steps": steps, "price": price, "against_heavy": item}
-
-    rows = [
-        row("sandwich", 256, 79.0, sandwich),
-        row("12b alone in 200 steps", 200, 80.0, fewer),
-        row("12b alone in 100 steps", 100, 40.0, 9.0),  # spends less than it may
-        row("10b alone", 256, 81.0, -9.0),  # spends more than it may
-    ]
-    return {"steps": 256, "front": [{"limit": 80.0, "saved_at_least": 0.2}], "confirmed": rows}
-
-
-def test_the_tuners_rivals_are_told_apart_only_where_both_intervals_are_cleared() -> None:
-    def findings(*numbers: float) -> list[Finding]:
-        found = verdicts({"tuner": tuned(*numbers)})
-        return list(next(v for v in found if v.claim.name.startswith("Nothing simpler")).findings)
-
-    assert [finding.says for finding in findings(0.10, 0.05, 0.02)] == [False]
-    assert [finding.says for finding in findings(0.05, 0.10, 0.02)] == [True]
-    assert [finding.says for finding in findings(0.10, 0.05, 0.03)] == [None]
-    (finding,) = findings(0.10, 0.05, 0.02)
-    assert (
-        finding.where == "tuner, 20% saved"
-        and "12b alone in 200 steps -0.0500 (-0.0900 to -0.0100)" in finding.evidence
-    )
-
-
 def on_fresh_rows(shift: dict[str, float], n: int = 200, noise: float = 0.05) -> dict[str, Any]:
     """A tuner's result whose schedules lie at known distances from all-heavy on fresh rows: two budgets, the rivals
     `whole` and `fewer` beside a sandwich at each, a mixture at the first."""
@@ -344,23 +313,6 @@ def test_the_tuners_section_shows_fresh_rows_where_there_are_any(tmp_path: Path)
     shown = {row["what"]: row["on_front"] for row in tuned_rows(result) if row["saved"] < 0.3}
     # The mixture loses as little as all-heavy (which of the two is better is noise), so nothing else saves 21% better.
     assert {what for what, front in shown.items() if front} - {"all-heavy"} == {"all models"}
-
-
-def test_recorded_data_without_fresh_rows_is_shown_as_before(tmp_path: Path) -> None:
-    result = tuned(0.10, 0.05, 0.02)
-    for row in result["confirmed"]:
-        row |= {"saved": 1 - row["price"] / 100, "rows": 69}
-    goal = {**result["confirmed"][1], "schedule": "12b:200", **result["front"][0]}
-    result |= {"verdict": "Found.", "front": [goal], "calls": {"calls_made": 1, "calls_naive": 2}}
-    text, figure, table = SECTIONS["tuner"](result, tmp_path)
-    assert isinstance(text, document.Text) and "one half of 69 fresh rows" in text.text
-    assert isinstance(table, document.Table) and table.rows[0][4] == "+0.0500 (+0.0300 to +0.0700)"
-    assert isinstance(figure, document.Figure) and tuned_rows(result) == result["confirmed"]
-    kept = reproduce.load(ROOT / "results" / "reproduce" / "data" / "tuner.json")
-    assert kept is not None
-    for name, block in zip(("text", "figure", "table"), SECTIONS["tuner"](kept["result"], tmp_path)[-3:], strict=True):
-        assert type(block).__name__.lower() == name
-    assert len(of_the_tuner({"tuner": kept["result"]})) == 10
 
 
 def curve(peak: float, ratio: float, relative: list[float] | None = None) -> dict[str, Any]:
@@ -886,10 +838,14 @@ def test_the_numbers_of_the_documents_are_those_of_the_results() -> None:
 
 
 def test_the_recorded_report_is_that_of_the_recorded_data(tmp_path: Path, whole: tuple[Path, dict[str, Any]]) -> None:
-    """Verdicts that are committed come from the data that is committed beside them; checked on a run here as well."""
+    """Verdicts that are committed come from the data that is committed beside them. A run's, checked as well, come from
+    the project's where it has made none."""
     for folder in [whole[0], *([ROOT / "results" / "reproduce"] if (ROOT / "results" / "reproduce").is_dir() else [])]:
         rows = list(csv.reader((folder / "tables" / "claims.csv").open()))[1:]
-        found = [(v.claim.name, f"**{v.verdict}**") for v in reproduce.recorded_verdicts(folder / "data")]
+        files = {name: folder / "data" / f"{name}.json" for name in reproduce.NAMES}
+        data = {name: reproduce.load(f if f.is_file() else reproduce.COMMITTED / f.name) for name, f in files.items()}
+        judged = reproduce._judged({name: item for name, item in data.items() if item is not None})
+        found = [(v.claim.name, f"**{v.verdict}**") for v in judged]
         assert found == [(row[0], row[1]) for row in rows]
 
 

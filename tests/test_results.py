@@ -266,19 +266,55 @@ def test_what_the_reproduction_says_of_sandwich_strides_and_tuner() -> None:
     assert f"against {said(*rows['stride', 7])[1:]}" in text
     worst = max((row for row in rows if row[0] == "light"), key=lambda row: rows[row][0])
     assert worst[1] in (3, 4) and f"up to {rows[worst][0]:+.4f}" in text
-    front = recorded("tuner")["front"]
-    names = ["sandwich", "sandwich", *["12b alone in 106 steps"] * 2, "12b alone in 85 steps"]
-    assert [goal["what"] for goal in front] == names and [goal["rows"] for goal in front] == [35] * 5
+    front, fresh = recorded("tuner")["front"], recorded("tuner")["fresh"]
+    names = [*["8b alone"] * 3, "12b alone in 106 steps", "12b alone in 85 steps"]
+    assert [goal["what"] for goal in front] == names and [goal["rows"] for goal in front] == [31] * 5
+    assert fresh["n"] == 1600
+    value, low, high = against(fresh["contrasts"], "8b:256", "12b:203")
+    assert (
+        f"are {value:.4f} better than its 8 blocks ({low:.4f} to {high:.4f}), which save {front[0]['saved']:.0%}"
+        in text
+    )
+    gains = []
+    for row in fresh["rows"]:
+        if row["budget"] > 0.25 and "alone" in row["what"]:
+            sandwich = next(r for r in fresh["rows"] if r["budget"] == row["budget"] and r["what"] == "sandwich")
+            value, low, high = against(fresh["contrasts"], row["schedule"], sandwich["schedule"])
+            assert high < 0 or (row["schedule"] == "6b:256" and row["budget"] == pytest.approx(0.4))
+            gains += [-value] if high < 0 else []
+    assert f"by {min(gains):.2f} to {max(gains):.2f}, and" in text
+    heavy = {0.1: "12b:203", 0.3: "12b:132", 0.4: "12b:106", 0.5: "12b:85"}
+    behind = {}
+    for row in fresh["rows"]:
+        if row["what"].startswith("light first") and (rival := heavy.get(round(row["budget"], 2))):
+            behind[rival] = against(fresh["contrasts"], row["schedule"], rival)
+    value, low, high = behind.pop("12b:203")
+    assert f"it is {value:.4f} behind ({low:.4f} to {high:.4f})" in text and low > 0
+    assert len(behind) == 3 and all(low < 0 < high for _, low, high in behind.values())
+    search = " ".join((ROOT / "docs" / "search.md").read_text().split())
+    *first, last = (f"{100 * value:+.2f}" for value, _, _ in behind.values())
+    assert f"({', '.join(first)} and {last} hundredths)" in search
+    assert f"({100 * value:+.2f}, {100 * low:.2f} to {100 * high:.2f})" in search
+    time, shares = recorded("time"), recorded("shares")
+    mean = {
+        kind: {share: sum(seconds) / len(seconds) for share, seconds in shares[f"{kind}_seconds"].items()}
+        for kind in ("engine", "published")
+    }
+    ours, theirs = (1 - mean[kind]["100"] / mean[kind]["0"] for kind in mean)
+    assert f"saves {ours:.1%} of the engine's time on this family" in text and f"and {theirs:.1%} of MDLM's" in text
+    size = time["paper_size"]
+    saved = [
+        1 - size[f"{kind}_light_ms_per_row_step"] / size[f"{kind}_ms_per_row_step"] for kind in ("engine", "reference")
+    ]
+    assert f"it saves {saved[0]:.1%} of the engine's and {saved[1]:.1%} of MDLM's" in text
 
 
 def test_what_is_said_of_float32_draws() -> None:
     """docs/reproduce.md and README.md: perplexity and entropy in both samplers, and whether early steps are robust."""
     text, readme = (" ".join((ROOT / name).read_text().split()) for name in ("docs/reproduce.md", "README.md"))
-    tokens, found = recorded("bpe")["schedules"]["by_light"]["4b"], recorded("precision")["by_steps"]
+    found = recorded("precision")["by_steps"]
     compared = {steps: (found[steps]["exact"], found[steps]["published"]) for steps in ("256", "1024", "2048")}
-    assert tokens["n"] == 1600 and tokens["family"] == found["256"]["exact"]["family"]
-    assert found.keys() == compared.keys()
-    compared["256"] = tokens, found["256"]["published"]
+    assert found.keys() == compared.keys() and all(exact["n"] == 1600 for exact, _ in compared.values())
 
     def heavy(result: dict[str, Any]) -> dict[str, Any]:
         return dict(next(row for row in result["rows"] if row["schedule"] == "heavy"))
@@ -308,10 +344,15 @@ def test_what_is_said_of_float32_draws() -> None:
     def middle(result: dict[str, Any]) -> list[tuple[float, float, float]]:
         return [against(result["contrasts"], f"quarter:{k}", "quarter:1") for k in (2, 3)]
 
-    second, third = ("{:+.4f}, {:+.4f} to {:+.4f}".format(*item) for item in middle(tokens))
-    assert f"than in the first ({second}, and {third})" in text and all(low > 0 for _, low, _ in middle(tokens))
-    few = [item for both in compared.values() for result in both if result is not tokens for item in middle(result)]
-    assert len(few) == 10 and all(low < 0 < high for _, low, high in few) and recorded("precision")["n"] == 64
+    short, longer, longest = (middle(exact) for exact, _ in compared.values())
+    second, third = ("{:+.4f}, {:+.4f} to {:+.4f}".format(*item) for item in short)
+    assert f"than in the first ({second}, and {third})" in text and all(low > 0 for _, low, _ in short)
+    assert f"than the first again ({longer[1][0]:+.4f} and {longest[1][0]:+.4f})" in text
+    assert all(third[1] > 0 and second[1] < 0 < second[2] for second, third in (longer, longest))
+    one, other = ("{:+.4f}, {:+.4f} to {:+.4f}".format(*item[0]) for item in (longer, longest))
+    assert f"the second is not told from it ({one}, and {other})" in text
+    few = [item for _, published in compared.values() for item in middle(published)]
+    assert len(few) == 6 and all(low < 0 < high for _, low, high in few) and recorded("precision")["n"] == 64
     widths = [(high - low) / 2 for _, low, high in few]
     assert f"(± {min(widths):.2f} to {max(widths):.2f}) are wider" in text
     owt = paper.TABLES[paper.OWT]
