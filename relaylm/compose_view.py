@@ -29,6 +29,10 @@ def _perplexity(row: Mapping[str, Any]) -> str:
     return f"{row['gen_ppl']:.2f}{'' if low is None or high is None else f' ± {(high - low) / 2:.2f}'}"
 
 
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def _cells(result: Result, row: Mapping[str, Any]) -> list[str]:
     n = result["n"]
     return [
@@ -40,7 +44,7 @@ def _cells(result: Result, row: Mapping[str, Any]) -> list[str]:
         "-" if "word_entropy" not in row else f"{row['word_entropy']:.3f}",
         "-" if row["distinct_4"] is None else f"{row['distinct_4']:.3f}",
         f"{row['calls'] / n:.1f}",
-        "-" if row["flops"] is None else f"{row['flops'] / n / 1e9:.3g}",
+        "-" if row["flops"] is None else _three_digits(row["flops"] / n / 1e9),
         "-" if row["seconds"] is None else f"{row['seconds']:.1f}",
     ]
 

@@ -532,20 +532,15 @@ def test_the_grid_says_which_run_made_what() -> None:
     assert "`remdm-cap` with four blocks in 256 steps was sampled later than its line, with other kernels" in text
 
 
-def test_which_part_of_the_grid_was_measured_on_tokens() -> None:
-    found, cells, _, text = composed("wiki-bpe")
-    places = [(cell["line"], cell["dial"], cell["schedule"]) for cell in found["missing"]]
-    assert cells.keys() | set(places) == composed()[1].keys() and not cells.keys() & set(places)
-    assert (len(cells), len(places)) == (33, 37) and sum(run["cells"] for run in found["runs"]) == 33
-    assert "33 of the 70 cells are measured" in text and "The other 37 are missing" in text
-    lines = [line for line, _, _ in cells]
-    assert [lines.count(line) for line in ("ancestral", "low-confidence", "threshold")] == [15, 15, 3]
-    assert "all 15 of `ancestral`, all 15 of `low-confidence`, and `threshold:0.9` with twelve blocks and under" in text
-    assert {cell[1:] for cell in cells if cell[0] == "threshold"} == {
-        ("0.9", schedule) for schedule in ("heavy", "sandwich:25%", "sandwich:50%")
-    }
-    assert {row["commit"] for row in cells.values()} == {"134108c"} and found["commit"].startswith("134108c")
-    assert "33 of its 70 cells" in found["note"] and found["family"]["name"] == "wiki-bpe"
+def test_which_run_made_what_of_the_grid_on_tokens() -> None:
+    found, cells, _, _ = composed("wiki-bpe")
+    assert cells.keys() == composed()[1].keys() and found["missing"] == []
+    assert [run["cells"] for run in found["runs"]] == [33, 17, 20] and found["family"]["name"] == "wiki-bpe"
+    commits = [row["commit"] for row in cells.values()]
+    assert (commits.count("134108c"), commits.count("df4eac1")) == (33, 37)
+    for cell, row in cells.items():
+        shared = cell[0] == "ancestral@0.9" or cell[:2] == ("remdm-cap:0.008", "T=8")
+        assert (row["seconds"] is None) == shared == ("seconds_beside_other_work" in row)
     trained = json.loads((ROOT / "results" / "train" / "wiki-bpe.json").read_text())["models"]["judge"]["heldout"]
     real = found["heldout"]
     assert f"the {real['rows']} rows" in found["note"]
@@ -555,16 +550,22 @@ def test_which_part_of_the_grid_was_measured_on_tokens() -> None:
 
 def test_what_the_decoding_document_says_of_tokens() -> None:
     found, cells, both, text = composed("wiki-bpe")
-    plain, sure = ([item for item in both.values() if item["line"] == line] for line in ("ancestral", "low-confidence"))
-    assert (len(plain), len(sure), len(both)) == (8, 8, 16)
+    lines = ("ancestral", "ancestral@0.9", "remdm-cap:0.008")
+    of = {
+        line: [item for item in both.values() if item["line"] == line]
+        for line in (*lines, "low-confidence", "threshold")
+    }
+    plain, sure = of["ancestral"], of["low-confidence"]
+    assert [len(items) for items in of.values()] == [8, 8, 8, 8, 4]
 
     def off(items: list[Any]) -> str:
         return f"{max(abs(item['flops']['both'] / item['flops']['product'] - 1) for item in items):.1%}"
 
-    last = both["ancestral", "T=8", "light"]
-    rest = off([item for item in plain if item is not last])
-    assert f"to within {rest} under `ancestral` but for four blocks in 8 steps ({off([last])})" in text
-    assert f"to within {off(sure)} under `low-confidence`" in text
+    last = [both[line, "T=8", "light"] for line in lines]
+    rest = off([item for line in lines for item in of[line] if item not in last])
+    within = f"to within {rest} for `ancestral` with and without the nucleus and for `remdm-cap`"
+    assert f"{within}, but for four blocks in 8 steps ({off(last)})" in text
+    assert f"to within {off(sure)} for `low-confidence`" in text
 
     def paid(schedule: str, dial: str, what: str = "flops") -> float:
         return float(cells["ancestral", dial, schedule][what] / found["n"])
@@ -585,12 +586,19 @@ def test_what_the_decoding_document_says_of_tokens() -> None:
         cheap, dear = left[item["schedule"], item["dial"]], left["heavy", "T=256"]
         assert abs(cheap * dear / (left[item["schedule"], "T=256"] * left["heavy", item["dial"]]) - 1) < 0.001
 
-    kinds = [compose.kind_of(item) for item in plain]
-    assert f"overlap in {kinds.count('overlap')} of 8 combinations, all in 8 steps" in text and "compound" not in kinds
-    assert {item["dial"] for item, kind in zip(plain, kinds, strict=True) if kind == "overlap"} == {"T=8"}
-    quarter = both["ancestral", "T=32", "sandwich:25%"]
-    together, schedule, steps = (f"{quarter['loss'][name]['value']:.3f}" for name in ("both", "schedule", "steps"))
-    assert f"leaves {quarter['flops']['both']:.0%} of the FLOPs and loses {together} ({schedule} and {steps} al" in text
+    kinds = {line: [compose.kind_of(item) for item in items] for line, items in of.items()}
+    first, second, third = (f"{kinds[line].count('overlap')} of {len(kinds[line])}" for line in lines)
+    assert f"they overlap in {first}, {second} and {third} combinations" in text
+    assert not any("compound" in kinds[line] for line in lines)
+
+    def losses(line: str) -> str:
+        loss = {name: f"{value['value']:.3f}" for name, value in both[line, "T=32", "sandwich:25%"]["loss"].items()}
+        return f"{loss['both']} ({loss['schedule']} and {loss['steps']}"
+
+    first, second, third = (losses(line) for line in lines)
+    left = both["ancestral", "T=32", "sandwich:25%"]["flops"]["both"]
+    assert f"leaves {left:.0%} of the FLOPs and loses {first} alone) under `ancestral`" in text
+    assert f"{second}) with the nucleus and {third}) under `remdm-cap`" in text
 
     assert {compose.kind_of(item) for item in sure} == {"compound"} and "they compound in 8 of 8" in text
     size = [item["interaction"]["value"] for item in sure]
@@ -602,7 +610,36 @@ def test_what_the_decoding_document_says_of_tokens() -> None:
     assert f"in 256 steps {first}, where held-out text has {second}" in text
     gain = both["low-confidence", "T=8", "sandwich:50%"]["loss"]["schedule"]
     assert f"even gain {-gain['value']:.3f}" in text and gain["ci"][1] < 0
-    assert f"twelve blocks have {cells['ancestral', 'T=256', 'heavy']['gen_ppl']:.2f} under `ancestral`" in text
+
+    bold = cells["threshold", "0.9", "heavy"]
+    assert f"as collapsed** ({bold['gen_ppl']:.2f} and {bold['word_entropy']:.3f})" in text
+    calls = {cell[1:]: row["calls"] for cell, row in cells.items() if cell[0] == "threshold"}
+    fewer = [1 - calls["0.6", schedule] / calls["0.9", schedule] for schedule in ("heavy", "sandwich:50%")]
+    assert f"takes only {fewer[0]:.0%} of the calls from twelve blocks" in text and f"and {fewer[1]:.0%} from a" in text
+    more = max(1 - item["flops"]["both"] / item["flops"]["product"] for item in of["threshold"])
+    assert f"both save up to {more:.0%} more than the product" in text
+    most = max(item["interaction"]["value"] for item in of["threshold"])
+    assert f"compound in {kinds['threshold'].count('compound')} of 4 combinations, by up to {most:.3f}" in text
+
+    def apart(one: dict[str, Any], other: dict[str, Any]) -> bool:
+        margin = sum(((row["log_ppl_ci"][1] - row["log_ppl_ci"][0]) / 2) ** 2 for row in (one, other)) ** 0.5
+        return bool(abs(one["log_ppl"] - other["log_ppl"]) > margin)
+
+    for (line, dial, schedule), row in cells.items():
+        if line == "remdm-cap:0.008":
+            assert apart(row, cells["ancestral", dial, schedule]) == (dial == "T=256")
+    without, remasked = ([cells[line, "T=256", name] for name in ("heavy", "8b")] for line in (lines[0], lines[2]))
+    pairs = [f"{one['gen_ppl']:.2f} to {other['gen_ppl']:.2f}" for one, other in zip(without, remasked, strict=True)]
+    assert f"lowers {pairs[0]} with twelve blocks and {pairs[1]} with eight" in text
+    assert all(two["word_entropy"] >= one["word_entropy"] for one, two in zip(without, remasked, strict=True))
+    assert f"for {remasked[0]['calls'] / without[0]['calls'] - 1:.0%} more calls" in text
+    assert not apart(remasked[1], without[0])
+    assert f"twelve without, for {remasked[1]['flops'] / without[0]['flops']:.0%} of the FLOPs" in text
+    cut = cells["ancestral@0.9", "T=256", "heavy"]
+    assert f"lowers {without[0]['gen_ppl']:.2f} to {cut['gen_ppl']:.2f} and the entropy of words from" in text
+    assert f"from {without[0]['word_entropy']:.3f} to {cut['word_entropy']:.3f}" in text
+    full = [row for row in cells.values() if row["word_entropy"] > real["word_entropy"]]
+    assert min(row["gen_ppl"] for row in full) > 6 * real["gen_ppl"]  # nothing with the text's entropy comes near it
 
 
 @pytest.mark.parametrize("family", ["wiki-char", "wiki-bpe"])
@@ -645,13 +682,13 @@ def test_what_the_readme_says_of_composing() -> None:
     both, schedule, steps = (first["loss"][key]["value"] for key in ("both", "schedule", "steps"))
     text = f"leaves {first['flops']['both']:.0%} of the FLOPs at {both:+.3f} of log-perplexity, where its parts cost"
     assert f"{text} {schedule:+.3f} and {steps:+.3f}" in readme
-    tokens, cells, both, _ = composed("wiki-bpe")
-    plain = [item["flops"] for item in both.values() if item["line"] == "ancestral"]
-    worst = max(abs(flops["both"] / flops["product"] - 1) for flops in plain)
-    text = f"where {len(cells)} of the {len(found['rows'])} cells are measured, ancestral sampling does the same"
-    assert f"{text} (to within {worst:.1%}); under low-confidence decoding losses compound there" in readme
-    for item in tokens["combinations"]:
-        assert (compose.kind_of(item) == "compound") == (item["line"] == "low-confidence")
+    tokens = json.loads((ROOT / "results" / "compose" / "wiki-bpe.json").read_text())
+    law = [item for item in tokens["combinations"] if item["line"] in ("ancestral", "ancestral@0.9", "remdm-cap:0.008")]
+    worst = max(abs(item["flops"]["both"] / item["flops"]["product"] - 1) for item in law)
+    assert f"the nucleus and ReMDM do the same (to within {worst:.1%}); under low-confidence decoding and the" in readme
+    kinds = [compose.kind_of(item) for item in tokens["combinations"] if item not in law]
+    assert len(law) == 24 and not any(compose.kind_of(item) == "compound" for item in law)
+    assert (kinds.count("compound"), len(kinds)) == (11, 12)
 
 
 def test_time_of_the_small_reproduction() -> None:
