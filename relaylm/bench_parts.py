@@ -23,7 +23,16 @@ from relaylm.diffusion import LINEAR
 from relaylm.engine import Call, Engine, Law, Shape, settings
 from relaylm.event_queue import call_shapes
 from relaylm.plan import Plan, make_events, make_plan, race
-from relaylm.published import Side, Window, compiled_step, corrupted, device_seconds_of, dtype_of, seconds_of
+from relaylm.published import (
+    Side,
+    Window,
+    compiled_step,
+    corrupted,
+    device_seconds_of,
+    dtype_of,
+    kernels_of,
+    seconds_of,
+)
 from relaylm.sampler import Samples, denoise
 from relaylm.schedule import sandwich
 
@@ -258,8 +267,10 @@ def executed_flops(model: Transformer, plan: Plan, samples: Samples, batch: int)
     return trunks * (1 + padded - shared) + heads * (1 + padded)
 
 
-def _call_parts(model: Transformer, shape: Shape, length: int, seed: int) -> dict[str, float]:
-    """Seconds of one call's parts on the device: the blocks, the head, the draw."""
+def _call_parts(
+    model: Transformer, shape: Shape, length: int, seed: int
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Seconds of one call's parts on the device (the blocks, the head, the draw), and the blocks' kernels."""
     device, a = model.device, model.architecture
     x_BL = corrupted((shape.rows, length), 0.5, a.mask_id, a.vocab_size, seed).to(device)
     t_B = torch.ones(shape.rows, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
@@ -271,11 +282,13 @@ def _call_parts(model: Transformer, shape: Shape, length: int, seed: int) -> dic
         hidden_ND = hidden_BKD.flatten(0, 1)[: shape.kept]
         logits_NV = model.head(hidden_ND)
         logits_NV[:, a.mask_id] = -torch.inf
-        return {
-            "blocks": device_seconds_of(lambda: model.hidden_at(x_BL, t_B, positions_BK), device),
-            "head": device_seconds_of(lambda: model.head(hidden_ND), device),
-            "drawing": device_seconds_of(lambda: race(logits_NV, seed, row_N, row_N, torch.zeros_like(row_N)), device),
+        parts: dict[str, Callable[[], Tensor | tuple[Tensor, Tensor]]] = {
+            "blocks": lambda: model.hidden_at(x_BL, t_B, positions_BK),
+            "head": lambda: model.head(hidden_ND),
+            "drawing": lambda: race(logits_NV, seed, row_N, row_N, torch.zeros_like(row_N)),
         }
+        seconds = {name: device_seconds_of(part, device) for name, part in parts.items()}
+        return seconds, kernels_of(parts["blocks"], device)
 
 
 def breakdowns(job: Job, runs: dict[str, Any]) -> dict[str, Any]:
@@ -286,11 +299,12 @@ def breakdowns(job: Job, runs: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, name, side in (("breakdown", "heavy", job.heavy), ("breakdown_light", "light", job.light)):
         wall = float(np.mean(runs[name]["seconds"])) / runs[name]["network_calls"]
-        parts = _call_parts(side.engine, shape, job.length, job.seed)
+        parts, kernels_us = _call_parts(side.engine, shape, job.length, job.seed)
         found[key] = {part: seconds / wall for part, seconds in parts.items()} | {
             "host": 1 - sum(parts.values()) / wall,
             "ms_per_call": wall * 1e3,
             "rows_per_call": shape.rows,
+            "kernels": kernels_us,
         }
     return found
 

@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from relaylm import reference
 from relaylm.denoiser import Architecture, Transformer
@@ -112,6 +113,23 @@ def device_seconds_of(function: Callable[[], Any], device: torch.device, repeats
             graph.replay()
 
     return float(np.median([seconds_of(ten, device) for _ in range(repeats)])) / 10
+
+
+def kernels_of(function: Callable[[], object], device: torch.device, most: int = 12) -> list[dict[str, Any]]:
+    """What a call runs, by its own time on the device, the longest first: CUDA kernels, elsewhere PyTorch's operations.
+    Name, how often, and microseconds of them all."""
+    cuda = device.type == "cuda"
+    calls = 5 if cuda else 1
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
+        for _ in range(calls):
+            function()
+        if cuda:
+            torch.cuda.synchronize(device)
+    found = []
+    for item in seen.key_averages():
+        microseconds = item.self_device_time_total if cuda else item.self_cpu_time_total
+        found.append({"name": item.key[:100], "times": item.count / calls, "microseconds": microseconds / calls})
+    return sorted(found, key=lambda item: -float(item["microseconds"]))[:most]
 
 
 # ------------------------------------------------------------------------------------------------ steps as published

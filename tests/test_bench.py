@@ -106,6 +106,10 @@ def test_numbers_agree_with_each_other(result: dict[str, Any]) -> None:
     assert 0 < result["fraction_of_limit"] <= 1 and result["matmul_tflops"] > 0
     assert 0 <= result["kl_to_fp32"] < 1e-9  # float32 against the same network, folded
     assert math.isclose(sum(result["breakdown"][k] for k in ("blocks", "head", "drawing", "host")), 1)
+    times = [kernel["microseconds"] for kernel in result["breakdown"]["kernels"]]
+    assert times == sorted(times, reverse=True) and times[-1] >= 0
+    products = {kernel["name"]: kernel["times"] for kernel in result["breakdown"]["kernels"]}
+    assert products["aten::addmm"] >= 3 * 3 - 1  # three blocks: up, down, qkv, the attention's output without a bias
     assert math.isclose(result["bound_1_over_alpha"], 1 / result["alpha"])
     assert result["ar_tokens_per_s"]["best"] >= result["ar_tokens_per_s"]["batch_1"]
     run = result["engine_runs"]["heavy"]

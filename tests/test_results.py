@@ -46,6 +46,39 @@ def test_speed_table_of_the_readme() -> None:
     assert f"KV cache writes {rival:.0f} times as many tokens a second" in plain
 
 
+def test_how_near_the_limit_the_engine_is() -> None:
+    """docs/concepts.md: what each kernel of a call does, from the profile and the network's size."""
+    found = json.loads((ROOT / "results" / "bench" / "h200.json").read_text())
+    text = (ROOT / "docs" / "concepts.md").read_text()
+    plain, parts = " ".join(text.split()), found["breakdown"]
+    assert f"at {100 * found['fraction_of_limit']:.0f}% of the rate" in plain
+    assert f"same run, {found['matmul_tflops']:.0f} TFLOP/s" in plain
+    assert f"{parts['blocks']:.1%} is in the blocks, {parts['head']:.1%} in the head" in plain
+    assert f"{parts['drawing']:.1%} in the draw and {parts['host']:.1%} on the host" in plain
+    length, width = (found["settings"][name] for name in ("length", "width"))
+    square = 2 * length * width**2  # operations of a row's product with a square matrix
+    # In 11 blocks; the first one's queries, keys and values are a table's and its attention's output is not added in
+    # place; of the last one only keys are made.
+    flops = {
+        "nvjet_sm90_tss_192x192": ("products that add to the residual stream (cuBLAS)", (10 + 11 * 4) * square),
+        "_twice_gelu": ("MLP up, with GELU (Triton)", 11 * 4 * square),
+        "cudnn": ("attention, heads of 64 (cuDNN)", 11 * 4 * length**2 * width),
+        "_rotated": ("queries, keys and values, with rotation (Triton)", (10 * 3 + 1) * square),
+    }
+    beyond = {}
+    for start, (what, operations) in flops.items():
+        kernel = next(kernel for kernel in parts["kernels"] if kernel["name"].startswith(start))
+        us = kernel["microseconds"] / parts["kernels_rows"]
+        assert f"| {what} | {us:.0f} | {operations / us / 1e6:.0f} |" in text
+        beyond[start] = us - operations / found["matmul_tflops"] / 1e6
+    norm = next(kernel for kernel in parts["kernels"] if kernel["name"].startswith("_norm"))
+    norms = norm["microseconds"] / parts["kernels_rows"]
+    assert f"| norms | {norms:.0f} | |" in text
+    assert f"({beyond['cudnn']:.0f} µs beyond the limit)" in plain
+    assert f"at the speed of memory ({norms:.0f})" in plain
+    assert f"no product runs ({beyond['_twice_gelu']:.0f} and {beyond['_rotated']:.0f})" in plain
+
+
 def searched(family: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((ROOT / "results" / "search" / f"{family}.json").read_text())
     return found
