@@ -4,7 +4,8 @@ A *ladder* is a schedule for each of several limits on the price, as the model w
 limit (every model alone, the heavy one in fewer steps, the sandwich). All are measured on the same fresh rows.
 
 - **Front.** For each limit the best of all that are within it, chosen on the first half of the rows and reported on the
-  second, so that the choice does not flatter itself.
+  second, so that the choice does not flatter itself. Many candidates share few rows, so the choice goes by means that
+  `more_is_no_worse`: with the spreads recorded on `wiki-char`, 31 rows then choose as well as 62 would without.
 - **Allowed loss.** Limits stand around the one at which the model expects the loss. Recommended is the cheapest
   candidate whose loss is *shown* to be within it: the upper end of a one-sided 95% interval, corrected for the number
   of candidates (Bonferroni), is. All-heavy loses nothing and is always there.
@@ -97,15 +98,16 @@ def _front(
 ) -> dict[str, Any]:
     price_S = np.array([row["price"] for row in rows])
     half = log_Sn.shape[1] // 2
-    chosen_S, fresh_Sn = np.nanmean(log_Sn[:, :half], axis=1), log_Sn[:, half:]
+    ways = [_way(problem, candidate) for candidate in rungs]
+    chosen_S, fresh_Sn = more_is_no_worse(ways, price_S, np.nanmean(log_Sn[:, :half], axis=1)), log_Sn[:, half:]
     goals: list[dict[str, Any]] = []
     for limit in limits:
         within = np.flatnonzero(price_S <= limit * (1 + SLACK)).tolist()
-        s = min(within, key=lambda s: chosen_S[s])
+        s = min(within, key=lambda s: (chosen_S[s], -price_S[s]))
         rivals = [r for r in within if rungs[r].kind != "mixed"]
         best_rival = None
         if rivals:
-            r = min(rivals, key=lambda r: chosen_S[r])
+            r = min(rivals, key=lambda r: (chosen_S[r], -price_S[r]))
             against = paired(fresh_Sn[s], fresh_Sn[r])
             best_rival = {"schedule": rows[r]["schedule"], "what": rows[r]["what"], "against": against}
         goals.append(
@@ -135,6 +137,31 @@ def _front(
     rows.sort(key=lambda row: row["price"])
     basis = "all candidates on the same fresh rows; the choice on one half, the figures of `front` on the other"
     return {**recommendation(problem, picked), "front": goals, "confirmed": rows, "basis": basis, "verdict": line}
+
+
+def _way(problem: Problem, candidate: Candidate) -> str:
+    """In which way a candidate saves: those that do it in the same way differ in how much."""
+    models, steps = candidate.schedule.models, candidate.schedule.steps
+    if len(models) > 1 or candidate.kind == "anchor":
+        return candidate.what
+    return "alone" if steps == problem.steps else f"{models[0]} in fewer steps"
+
+
+def more_is_no_worse(ways: Sequence[str], price_S: np.ndarray, mean_S: np.ndarray) -> np.ndarray:
+    """Means that never fall with the price among candidates of the same way: the nearest such ones to what was measured
+    (isotonic regression, by pooling neighbours in the wrong order)."""
+    out_S = mean_S.copy()
+    for way in set(ways):
+        members = sorted((s for s in range(len(ways)) if ways[s] == way), key=lambda s: -price_S[s])
+        pools: list[list[int]] = []
+        for s in members:
+            pools.append([s])
+            while len(pools) > 1 and mean_S[pools[-2]].mean() > mean_S[pools[-1]].mean():
+                last = pools.pop()
+                pools[-1] += last
+        for pool in pools:
+            out_S[pool] = mean_S[pool].mean()
+    return out_S
 
 
 def _limits_around(tuner: Tuner, limits: Sequence[float], max_loss: float) -> list[float]:

@@ -100,7 +100,7 @@ EXPERIMENTS = (
         edition=2,
     ),
     Experiment("strides", "Larger strides beside smaller models", (), _two, experiments.strides),
-    Experiment("tuner", "What the tuner finds", (), _two, experiments.tuner, edition=2),
+    Experiment("tuner", "What the tuner finds", (), _two, experiments.tuner, edition=3),
     Experiment(
         "training",
         "How importance moves with training",

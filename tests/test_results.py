@@ -9,13 +9,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from relaylm import compose, compose_view, metrics, paper
 from relaylm.bound import spread_rows
 from relaylm.family import Family
 from relaylm.judge import load_judge, score
-from relaylm.reproduce_figures import against
+from relaylm.ladder import more_is_no_worse
+from relaylm.reproduce_figures import against, difference
 from relaylm.sections import left_open
 from relaylm.text import read_text
 
@@ -340,6 +342,37 @@ def test_what_the_reproduction_says_of_sandwich_strides_and_tuner() -> None:
         1 - size[f"{kind}_light_ms_per_row_step"] / size[f"{kind}_ms_per_row_step"] for kind in ("engine", "reference")
     ]
     assert f"it saves {saved[0]:.1%} of the engine's and {saved[1]:.1%} of MDLM's" in text
+
+
+def test_pooling_is_worth_twice_the_rows() -> None:
+    """relaylm/ladder.py and docs/reproduce.md: what a choice on few rows loses against the best within its budget, with
+    and without `more_is_no_worse`, on draws with the recorded means and covariances of the tuner's schedules."""
+    fresh = recorded("tuner")["fresh"]
+    rows = {row["schedule"]: row for row in fresh["rows"]}
+    names, heavy = list(rows), fresh["heavy"]
+    truth = np.array([difference(fresh["contrasts"], name, heavy)[0] for name in names])
+    saved = np.array([rows[name]["saved"] for name in names])
+    ways = [
+        re.sub("^([0-9]+b) alone in.*", r"\1 fewer", re.sub(".*alone$", "alone", rows[name]["what"])) for name in names
+    ]
+    own = np.array([difference(fresh["contrasts"], name, heavy)[1] ** 2 for name in names])
+    between = np.array(
+        [[difference(fresh["contrasts"], a, b)[1] ** 2 if a != b else 0.0 for b in names] for a in names]
+    )
+    root = np.linalg.cholesky((own[:, None] + own - between) / 2 * fresh["n"])  # of a single row's differences
+    rng = np.random.default_rng(0)
+
+    def lost(n: int, pooled: bool) -> float:
+        total = 0.0
+        for _ in range(400):
+            mean = truth + root @ rng.normal(size=len(names)) / math.sqrt(n)
+            mean = more_is_no_worse(ways, -saved, mean) if pooled else mean
+            for budget in (0.1, 0.2, 0.3, 0.4, 0.5):
+                within = [s for s in range(len(names)) if saved[s] > budget - 0.01]
+                total += truth[min(within, key=lambda s: (mean[s], saved[s]))] - truth[within].min()
+        return total / 2000
+
+    assert lost(31, pooled=True) < lost(62, pooled=False) < lost(31, pooled=False)
 
 
 def test_what_is_said_of_float32_draws() -> None:

@@ -18,6 +18,7 @@ from search_oracle import Oracle, oracle_problem, small_family
 from relaylm import surrogate, tune
 from relaylm.cost import Price, mean_price
 from relaylm.family import Family
+from relaylm.ladder import more_is_no_worse
 from relaylm.race import by_hand, candidates, light_first, rivals_within, sandwich_within, steps_within
 from relaylm.schedule import Schedule, all_placements
 from relaylm.schedule_bound import measure_table, schedule_bound
@@ -334,6 +335,22 @@ def test_light_first_and_then_fewer_steps(share: float) -> None:
     loss, heavy = (oracle.true_loss(s) for s in (Schedule.parse(found["schedule"]), problem.alone("12b")))
     rivals = [oracle.true_loss(c.schedule) for c in rivals_within(problem, limit)]
     assert loss - heavy < 0.75 * (min(rivals) - heavy)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 9), st.integers(-5, 5)), min_size=1, max_size=9))
+def test_more_is_no_worse(items: list[tuple[str, int, int]]) -> None:
+    """Against the definition of isotonic regression: the largest of all means that begin above, the smallest that end
+    below."""
+    ways = [way for way, _, _ in items]
+    price = np.array([p + 0.01 * i for i, (_, p, _) in enumerate(items)])
+    mean = np.array([float(m) for _, _, m in items])
+    found = more_is_no_worse(ways, price, mean)
+    for way in set(ways):
+        order = sorted((s for s in range(len(items)) if ways[s] == way), key=lambda s: -price[s])
+        y = mean[order]
+        for i, s in enumerate(order):
+            wanted = max(min(y[a : b + 1].mean() for b in range(i, len(y))) for a in range(i + 1))
+            assert found[s] == pytest.approx(wanted)
 
 
 @pytest.mark.usefixtures("no_prior")
