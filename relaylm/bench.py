@@ -30,7 +30,7 @@ from relaylm.bench_parts import Effort, Job
 from relaylm.denoiser import Architecture, Transformer
 from relaylm.errors import UserError
 from relaylm.family import Family
-from relaylm.members import DTYPES, pick_device
+from relaylm.members import DTYPES, cpu_has_bfloat16, pick_device
 from relaylm.progress import progress_bar
 from relaylm.provenance import how_made
 from relaylm.published import Side, best_batch, random_network
@@ -81,9 +81,9 @@ def bench(
 
     `depth` is heavy and light. Sizes left out: 768 wide, L = 1024, T = 1000 on CUDA; 256 wide with 4 heads, L = 256,
     T = 256 elsewhere; heads of 64. A `family` brings its own sizes. `batch_size` is the engine's rows per call,
-    `samples` the rows of an end-to-end run, `dtype` what the engine's blocks compute in (bfloat16 on CUDA, float32
-    elsewhere). `quick` shortens every measurement and is good for a look, not for a record. `parts` names those of
-    PARTS to measure besides the main one, reference against engine; None is all of them.
+    `samples` the rows of an end-to-end run, `dtype` what the engine's blocks compute in (bfloat16 on CUDA and on a CPU
+    that has it, float32 elsewhere). `quick` shortens every measurement and is good for a look, not for a record.
+    `parts` names those of PARTS to measure besides the main one, reference against engine; None is all of them.
     """
     began = time.perf_counter()
     wanted = set(PARTS if parts is None else parts)
@@ -97,8 +97,10 @@ def bench(
         length, vocab_size = length or family.length, family.vocab_size
     length, width = length or (1024 if cuda else 256), width or (768 if cuda else 256)
     steps = steps or (1000 if cuda and family is None else length)
+    if heads is None and width > 64 and width % 64:
+        raise UserError(f"heads are 64 wide, so the width must be a multiple of 64, not {width}")
     heads = heads or max(1, width // 64)
-    chosen = torch.bfloat16 if cuda else torch.float32
+    chosen = torch.bfloat16 if cuda or (where.type == "cpu" and cpu_has_bfloat16()) else torch.float32
     if dtype is not None:
         if dtype not in DTYPES or dtype == "float64":
             raise UserError(f"the engine's blocks cannot compute in {dtype}: write float32, bfloat16 or float16")
@@ -136,7 +138,7 @@ def bench(
                 torch.cuda.empty_cache()
 
     def sweep(side: Side) -> dict[str, Any]:
-        batches = (8, 16, 32, 64, 128) if cuda else (1, 2, 4)
+        batches = (1, 2, 4, 8, 16, 32, 64, 128) if cuda else (1, 2, 4)
         with torch.inference_mode():
             return best_batch(side, batches, job.steps, job.length, effort.sweep, seed)
 
@@ -156,8 +158,8 @@ def bench(
         bar.write(f"speedup {main['speedup']:.2f}, light {main['speedup_light']:.2f}", file=sys.stderr)
     heavy_ms, engine_ms = main.get("reference_ms_per_row_step"), main.get("engine_ms_per_row_step")
     others = [
-        part(f"{name} reference", lambda compiled=compiled: measure.other_windows(job, best["heavy"], compiled), kind)  # type: ignore[misc]
-        for name, kind, compiled in (("cached", "cache", False), ("compiled", "compiled", True))
+        part("cached reference", lambda: measure.cached_windows(job, best["heavy"]), "cache"),
+        part("compiled reference", lambda: measure.other_windows(job, best["heavy"], True), "compiled"),
     ]
     (cache_ms, cache_batch), (compiled_ms, compiled_batch) = (found or (None, None) for found in others)
     check = part(
@@ -165,7 +167,7 @@ def bench(
     )
     shares = part("light shares", lambda: measure.shares(job, (engine_ms or math.nan) / 1e3), "shares") or {}
     memory = part("memory", lambda: measure.memory(job, 32), "memory") or {}
-    if not cuda:
+    if not cuda and "memory" in wanted:
         errors["memory"] = f"peak memory is measured on CUDA alone, not on {where.type}"
     where_time_goes = part("breakdown", lambda: measure.breakdowns(job, main["engine_runs"]), "breakdown") or {}
     kl = None
@@ -273,6 +275,9 @@ def render(result: dict[str, Any]) -> str:
                 f"{e['light_share']:>10.0%} {_show(e['flops_saved'], '.1%'):>13} {_show(e['blocks_saved'], '.1%'):>14} "
                 f"{e['wall_saved']:>12.1%} ± {e['wall_saved_sd']:.1%}"
             )
+        if told := [e for e in result["shares"] if e["p_below_computed"] < 0.05]:
+            shown = ", ".join(f"{e['light_share']:.0%}" for e in told)
+            lines.append(f"less time than operations saved (p < 0.05) at {shown}")
         low, high = result["slope"]["ci"]
         lines.append(f"slope of time saved over light share {result['slope']['value']:.3f} [{low:.3f}, {high:.3f}]")
     lines += [
@@ -288,9 +293,8 @@ def render(result: dict[str, Any]) -> str:
         lines.append(f"peak memory {at}: {mine:.2f} GiB against {theirs:.2f} GiB, {mine / theirs:.1%}")
     if ar:
         ours = result["engine_tokens_per_s"]
-        times = (
-            "" if not ours else f": {ar['best'] / ours:.0f} times the engine's {ours:,.0f}. It wins by a lot at large T"
-        )
+        times = "" if not ours else f": {ar['best'] / ours:.2g} times the engine's {ours:,.0f}"
+        times += ". It wins by a lot at large T" if ours and ar["best"] > 2 * ours else ""
         lines.append(
             f"a causal model of the same size with a KV cache: {ar['batch_1']:,.0f} tokens/s at batch 1, "
             f"{ar['best']:,.0f} at batch {ar['best_batch']}{times}"

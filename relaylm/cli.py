@@ -85,6 +85,9 @@ def counts_type(text: str) -> tuple[int, ...]:
     return tuple(positive(part) for part in text.split(","))
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+
+
 def common(parser: argparse.ArgumentParser, seed: bool = True, device: bool = True) -> None:
     if seed:
         parser.add_argument("--seed", type=natural, default=0, help="the same seed gives the same result (default 0)")
@@ -152,6 +155,11 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--light", help="the model that L stands for (default: the smallest)")
     p.add_argument("--heavy", help="the model that H stands for (default: the largest)")
     p.add_argument("--batch-size", type=batch_type, default="auto", help="rows in a network call, or auto")
+    p.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="what the blocks compute in (default: bfloat16 on CUDA, else float32)",
+    )
     cluster_flag(p)
     p.add_argument("--watch", action="store_true", help="play the denoising in the terminal")
     p.add_argument("--svg", metavar="FILE", help="draw the first sample, in the colours of the models that wrote it")
@@ -339,6 +347,11 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--length", type=positive, help="default 1024 on CUDA, 256 on a CPU")
     p.add_argument("--steps", type=positive, help="default 1000 on CUDA, 256 on a CPU")
     p.add_argument("--batch-size", type=batch_type, default="auto", help="rows in a network call, or auto")
+    p.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the engine's blocks (default: bfloat16 where the device has it)",
+    )
     p.add_argument("--quick", action="store_true", help="fewer repeats")
     p.add_argument("--parts", help="only these, separated by commas (default: all; an unknown name lists them)")
     common(p)

@@ -99,7 +99,7 @@ def default_family(source: str | None) -> str:
 def load_family(args: argparse.Namespace) -> Any:
     from relaylm.family import Family
 
-    return Family.load(default_family(args.family), device=args.device)
+    return Family.load(default_family(args.family), device=args.device, dtype=getattr(args, "dtype", None))
 
 
 def token_rows(family: Any, path: str | None, length: int, rows: int | None) -> Any:

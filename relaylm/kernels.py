@@ -13,6 +13,7 @@ The draw's are in `race_kernels`.
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ else:  # pragma: no cover - CPU builds of PyTorch come without Triton
 
 
 def available() -> bool:
-    return triton is not None
+    """Is Triton here, and not switched off? RELAYLM_EAGER=1 does: no kernels of our own, no CUDA graphs."""
+    return triton is not None and os.environ.get("RELAYLM_EAGER", "0") in ("", "0")
 
 
 if triton is not None:

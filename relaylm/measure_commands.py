@@ -272,6 +272,7 @@ def run_bench(args: argparse.Namespace) -> dict[str, Any]:
         steps=args.steps,
         batch_size=args.batch_size,
         family=args.family,
+        dtype=args.dtype,
         seed=args.seed,
         quick=args.quick,
         parts=args.parts.split(",") if args.parts else None,
@@ -307,6 +308,9 @@ def run_reproduce(args: argparse.Namespace) -> dict[str, Any]:
         progress=True,
         note=note,
     )
+    for name, item in result["experiments"].items():
+        if item["status"] == "not run":
+            note(f"{name} was not run: {item['reason']}")
     if args.json != "-":
         width = max(len(claim["claim"]) for claim in result["claims"])
         for claim in result["claims"]:

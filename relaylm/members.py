@@ -87,6 +87,12 @@ def pick_device(device: str | torch.device) -> torch.device:
     return chosen
 
 
+def cpu_has_bfloat16() -> bool:
+    """Has this CPU instructions for products of bfloat16? PyTorch computes them on any, but slowly."""
+    asked = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # named so from PyTorch 2.6 on
+    return any(getattr(torch.cpu, name, lambda: False)() for name in asked)
+
+
 def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
     if dtype is None:
         return torch.bfloat16 if device.type == "cuda" else torch.float32

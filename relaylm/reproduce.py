@@ -334,10 +334,12 @@ def _head(own: dict[str, Any], kept: dict[str, Any], shown: dict[str, str]) -> l
     lines = ["What the paper 'Not All Denoising Steps Are Equal' reports, measured again."]
     if first is not None:
         machine = first["machine"]
-        lines.append(f"Command: `{first['command']}`; seed {first['seed']}; commit {first['commit'] or 'unknown'};")
-        lines.append(
-            f"machine: {machine['gpu'] or machine['cpu']}; torch {first['versions']['torch']}; {first['date']}."
-        )
+        made = [data for data in own.values() if data is not None] or [first]
+        if len({(data["command"], data["commit"], data["date"]) for data in made}) == 1:
+            lines.append(f"Command: `{first['command']}`; commit {first['commit'] or 'unknown'}; {first['date']};")
+        else:
+            lines.append("Experiments were run apart, and each says by which command and commit, and when;")
+        lines.append(f"seed {first['seed']}; {machine['gpu'] or machine['cpu']}; torch {first['versions']['torch']}.")
     counts = [
         f"{sum(v == kind for v in shown.values())} {text}"
         for kind, text in (("own", "run here"), ("committed", "from kept results"))
@@ -353,7 +355,8 @@ def _claims(judged: Sequence[Verdict], kept: Sequence[str]) -> list[Block]:
     blocks: list[Block] = [Heading("Claims and verdicts")]
     blocks.append(
         Text(
-            "Criteria were fixed beforehand; a finding says yes or no only where its 95% interval lies wholly on one "
+            "The criteria of the paper's claims were written before the data was there; what bpe, precision and tuner "
+            "say to them was added with theirs. A finding says yes or no only where its 95% interval lies on one "
             "side, else it is open. Confirmed: all say yes; partly: some do, the others are open; not confirmed: some "
             "say no, none yes; depends: both occur. Findings are not corrected for their number: of forty about one "
             "goes astray by chance."

@@ -268,7 +268,7 @@ def tuned_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     at = [(row["saved"], row["against_heavy"]["difference"]) for row in found.values()]
     for row in found.values():
         saved, loss = row["saved"], row["against_heavy"]["difference"]
-        row["on_front"] = not any(other >= saved and better < loss for other, better in at)
+        row["on_front"] = not any(other >= saved - 0.005 and better < loss for other, better in at)  # half a per cent
     return list(found.values())
 
 
@@ -369,6 +369,10 @@ def front(result: Mapping[str, Any], path: Path) -> Path:
         y = np.array([row["against_heavy"]["difference"] for row in rows], dtype=float)
         ci = np.array([row["against_heavy"]["ci"] for row in rows], dtype=float).reshape(-1, 2).T
         axes.errorbar(x, y, yerr=np.abs(ci - y), fmt=mark, color=colour, capsize=2, label=label)
+    chosen = [row for row in measured if row.get("recommended")]
+    if chosen:
+        at = [(100 * row["saved"], row["against_heavy"]["difference"]) for row in chosen]
+        axes.plot(*zip(*at), "o", color="none", markeredgecolor=BLACK, markersize=12, label="recommended by the search")
     best = sorted((row["saved"], row["against_heavy"]["difference"]) for row in measured if row.get("on_front"))
     axes.plot([100 * saved for saved, _ in best], [loss for _, loss in best], color="0.5", linewidth=1, label="front")
     axes.axhline(0, color="0.6", linewidth=0.8)

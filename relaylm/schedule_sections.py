@@ -8,6 +8,7 @@ here but what is shown. The sections about models, and the list of all sections,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,27 +84,36 @@ def seven_table(name: str, caption: str, result: Result, theirs: Mapping[str, pa
         ]
         if their is not None and theirs is not None:
             paid = percent(paper.gap_paid(theirs, n), 0)
-            cells += [paper.LABELS[n], f"{their.ppl} ± {their.half}", f"{their.entropy:.2f}", paid]
+            labels = paper.LM1B_LABELS if theirs is paper.TABLES[paper.LM1B] else paper.LABELS
+            cells += [labels[n], f"{their.ppl} ± {their.half}", f"{their.entropy:.2f}", paid]
         rows.append([*cells, *[""] * (len(head) - len(cells))])
     return Table(name, caption, head, rows)
 
 
-def in_words(result: Result, theirs: Mapping[str, paper.Row]) -> str:
-    """Our order of the mixed schedules against the paper's, and what the sandwich pays."""
+def in_words(result: Result, theirs: Mapping[str, paper.Row] | None, depth: int | None = None) -> str:
+    """Our order of the mixed schedules against the paper's, and what the sandwich pays. Where the paper prints no such
+    table, it still says what the sandwich costs with a light model of this `depth`."""
     by = by_name(result["rows"])
-    ours, order = mixed_order(by), paper.order(theirs)
-    same = "the same order" if ours == order else f"not the paper's order ({', '.join(order)})"
+    ours = mixed_order(by)
+    same = ""
+    if theirs is not None:
+        agrees = all(theirs[a].ppl <= theirs[b].ppl for a, b in pairwise(ours))
+        same = "; the same order as in the paper" if agrees else f"; not the paper's order ({paper.order_text(theirs)})"
     value, low, high = against(result["contrasts"], "sandwich", "heavy")
     paid = by["sandwich"].get("gap_paid")
     other = next(name for name in ours if name != "sandwich")
     apart = against(result["contrasts"], "sandwich", other)
     told = "" if apart[1] > 0 or apart[2] < 0 else ", not told apart"
-    text = f"Best to worst here: {', '.join(ours)}; {same}. The sandwich against {other}: {signed(apart)}{told}. "
+    text = f"Best to worst here: {', '.join(ours)}{same}. The sandwich against {other}: {signed(apart)}{told}. "
     text += f"The sandwich costs {np.expm1(value):+.1%} "
     text += f"({np.expm1(low):+.1%} to {np.expm1(high):+.1%}) in perplexity"
     if paid is not None:
         text += f" and pays {paid:.0%} of the gap"
-    text += f" (paper: {paper.degradation(theirs):+.1%}, {paper.gap_paid(theirs, 'sandwich'):.0%} of the gap)."
+    if theirs is not None:
+        text += f" (paper: {paper.degradation(theirs):+.1%}, {paper.gap_paid(theirs, 'sandwich'):.0%} of the gap)"
+    elif depth in paper.DEPTHS:
+        text += f" (paper: {paper.DEPTHS[depth][3] / 100:+.1%})"
+    text += "."
     contests = [item for item in result.get("rivals", []) if item["schedule"] == "sandwich"]
     if contests:
         best = min(contests, key=lambda item: item["difference"])
@@ -135,7 +145,7 @@ def tables_by_light(result: Result, figures: Path, name: str, caption: str) -> l
         depth = result["depths"][light]
         theirs = paper.TABLES[paper.OWT] if k == 0 else None
         label = f" beside {paper.OWT}" if k == 0 else ""
-        words = in_words(found, paper.TABLES[paper.OWT])
+        words = in_words(found, theirs, depth)
         blocks.append(Text(f"**Light model {light}, {depth} deep.** {words}"))
         blocks.append(seven_table(f"{name}-{light}", f"Seven schedules with light {light}{label}", found, theirs))
     return blocks
@@ -173,9 +183,12 @@ def search(result: Result, figures: Path) -> list[Block]:
     head = ["segment", "light in top 20", "light in bottom 20", "influence I(j)", "95%"]
     blocks.append(Table("search-segments", "Segments", head, rows))
     rows = [
-        [kind, row["name"], f"{row['ppl']:.4f}"] for kind, part in (("best", best), ("worst", worst)) for row in part
+        [kind, row["name"], f"{row['log_ppl']:.4f}", f"{row['ppl']:.4f}"]
+        for kind, part in (("best", best), ("worst", worst))
+        for row in part
     ]
-    blocks.append(Table("search-extremes", "Five best and worst (1: light)", ["", "segments", "Gen. PPL"], rows))
+    head = ["", "segments", "log-PPL", "Gen. PPL"]
+    blocks.append(Table("search-extremes", "Five best and worst by log-perplexity (1: light)", head, rows))
     return blocks
 
 
@@ -189,9 +202,15 @@ def depths(result: Result, figures: Path) -> list[Block]:
         cells = [row["light"], ppl_text(row), percent(row["gen_ppl"] / heavy["gen_ppl"] - 1, 2), drop]
         cells += [percent(row["blocks_saved"], 2), percent(row["flops_saved"], 2)]
         cells += ["", "", ""] if their is None else [
-            f"{their[0]} ± {their[1]}", percent(their[0] / paper.DEPTHS[12][0] - 1, 2), f"{their[2]}%"
+            f"{their[0]} ± {their[1]}", f"{their[3]:.2f}%", f"{their[2]}%"
         ]  # fmt: skip
         table.append(cells)
+    lights = [row for row in rows if row is not heavy]
+    here = ", ".join(f"{row['gen_ppl'] / heavy['gen_ppl'] - 1:+.1%}" for row in lights)
+    there = ", ".join(f"{paper.DEPTHS[row['depth']][3] / 100:+.1%}" for row in lights if row["depth"] in paper.DEPTHS)
+    blocks = ", ".join(str(row["depth"]) for row in lights)
+    words = f"The sandwich costs {here} of perplexity with {blocks} light blocks"
+    words += f" (paper: {there})." if there else "."
     head = [
         "light model",
         "Gen. PPL (95%)",
@@ -203,7 +222,7 @@ def depths(result: Result, figures: Path) -> list[Block]:
     head += ["paper's PPL", "paper's drop", "paper's saved FLOPs"]
     caption = "As tab:scaling_models: perplexity above all-heavy by the light model's depth, 95% intervals."
     return [
-        Text(about_samples(result)),
+        Text(f"{about_samples(result)} {words}"),
         Figure(draw.depth_curve(rows, result["contrasts"], figures / "depths.png"), caption),
         Table("depths", "Beside tab:scaling_models", head, table),
     ]
@@ -239,7 +258,18 @@ def shares(result: Result, figures: Path) -> list[Block]:
     words += (
         f"MDLM's sampler's, on this vocabulary; the paper's column says {paper.SHARES[100][3]}% (its output layer has "
     )
-    words += f"50,258 columns). Wall-clock on {result['timed_rows']} rows, up the shares and down again."
+    words += f"50,258 columns). Wall-clock on {result['timed_rows']} rows, up the shares and down again"
+    if result["timed_rows"] > 64:
+        words += "; MDLM's sampler on 64, counted for as many"
+    apart = {key: max(max(s) / min(s) - 1 for s in result[key].values()) for key in SECONDS}
+    words += f". Two passes of a share differ by up to {apart['engine_seconds']:.0%} in the engine and by "
+    words += f"{apart['published_seconds']:.0%} in MDLM's sampler."
+    half = min(result["shares"], key=lambda share: abs(share - 50))
+    if half in paper.SHARES and by[result["labels"][result["shares"].index(half)]].get("gap_paid") is not None:
+        paid = by[result["labels"][result["shares"].index(half)]]["gap_paid"]
+        ppl = {share: values[0] for share, values in paper.SHARES.items()}
+        words += f" At {half}% light steps {paid:.0%} of the quality gap is paid"
+        words += f" (paper: {(ppl[half] - ppl[0]) / (ppl[100] - ppl[0]):.0%})."
     caption = "As tab:scaling_steps: share of the quality gap paid, and time saved, over the light share."
     return [
         Text(f"{about_samples(result)} {words}"),

@@ -34,13 +34,15 @@ from relaylm.schedule_sections import (
 def time(result: Result, figures: Path) -> list[Block]:
     blocks: list[Block] = []
     parts: dict[str, tuple[float, float]] = {}
+    within: dict[str, Mapping[str, float]] = {}  # what the rest consists of, where it was measured
     family, depth = result["family"], result["depths"]
     for which in ("light", "heavy"):
         share = family["published_blocks"][which]
         parts[f"MDLM's sampler, {depth[which]} blocks, {result['vocabulary']} tokens"] = share, 1 - share
     for key, which in (("breakdown_light", "light"), ("breakdown", "heavy")):
         if family.get(key):
-            parts[f"engine, {depth[which]} blocks, {result['vocabulary']} tokens"] = _blocks(family[key])
+            name = f"engine, {depth[which]} blocks, {result['vocabulary']} tokens"
+            parts[name], within[name] = _blocks(family[key]), family[key]
     size = result.get("paper_size")
     if size:
         heavy_ms, light_ms = size["reference_ms_per_row_step"], size["reference_light_ms_per_row_step"]
@@ -49,7 +51,8 @@ def time(result: Result, figures: Path) -> list[Block]:
         parts["MDLM's sampler, 12 blocks, 50258 tokens"] = 1 - size["alpha"], size["alpha"]
         for key, count in (("breakdown_light", 4), ("breakdown", 12)):
             if size.get(key):
-                parts[f"engine, {count} blocks, 50258 tokens"] = _blocks(size[key])
+                name = f"engine, {count} blocks, 50258 tokens"
+                parts[name], within[name] = _blocks(size[key]), size[key]
     parts |= {f"paper, {d} blocks, 50258 tokens": (paper.BLOCKS[d], paper.OUTPUT_LAYER[d]) for d in (4, 12)}
     bound = family["bound_1_over_alpha"]["heavy"]
     words = f"Smaller blocks alone could make MDLM's sampler at most {bound:.2f} times faster on this family (1/α)"
@@ -63,11 +66,18 @@ def time(result: Result, figures: Path) -> list[Block]:
             a, b, c, d = (item[f"{key}_ms_per_row_step"] for key in keys)
             words += f" On {where} a row and step takes {a:.3g} ms in MDLM's sampler ({b:.3g} light) and {c:.3g} ms in "
             words += f"the engine ({d:.3g} light): light steps save {1 - b / a:.1%} and {1 - d / c:.1%} of the time."
+    if size:
+        words += " At the paper's size the 4 blocks of MDLM's sampler are taken to need a third of what its 12 do."
     blocks.append(Text(words))
     caption = "Share of the time in Transformer blocks and in the rest (output layer, draw, host)."
     blocks.append(Figure(draw.time_bars(parts, figures / "time.png"), caption))
-    rows = [[name, percent(a), percent(b)] for name, (a, b) in parts.items()]
-    blocks.append(Table("time", "Beside Section 'Wall-clock vs. FLOPs'", ["", "blocks", "the rest"], rows))
+    rows = [
+        [name, percent(a), percent(b)]
+        + [percent(within[name][key]) if name in within else "" for key in ("head", "drawing", "host")]
+        for name, (a, b) in parts.items()
+    ]
+    head = ["", "blocks", "the rest", "of it: output layer", "draw", "host"]
+    blocks.append(Table("time", "Beside Section 'Wall-clock vs. FLOPs'", head, rows))
     return blocks
 
 
@@ -81,6 +91,7 @@ def disagreement(result: Result, figures: Path) -> list[Block]:
 
 def _curves(result: Result, figures: Path, name: str, caption: str) -> list[Block]:
     words, rows = [], []
+    peaked = [pair for pair in result["pairs"] if pair["peak_t_relative"] is None or draw.above_twin(pair)]
     for pair in result["pairs"]:
         relative = pair["peak_t_relative"] is not None
         t, ci = (
@@ -88,7 +99,7 @@ def _curves(result: Result, figures: Path, name: str, caption: str) -> list[Bloc
         )
         words.append(
             f"{pair['light']}: t = {t:.2f} ({ci[0]:.2f} to {ci[1]:.2f})"
-            if not relative or draw.above_twin(pair)
+            if pair in peaked
             else f"{pair['light']}: nowhere, it is no further from the heavy model than a second seed"
         )
         for k, at in enumerate(pair["t"]):
@@ -98,7 +109,10 @@ def _curves(result: Result, figures: Path, name: str, caption: str) -> list[Bloc
     base = "less the KL between two seeds of the heavy model" if result["pairs"][0]["kl_relative"] else "without a twin"
     where = "held-out text" if result["states"] == "data" else "the heavy model's own trajectories"
     text = f"On {where}, {result['sequences']} rows at each time, {base}. The KL peaks at " + "; ".join(words)
-    text += f". Paper: t ≈ {paper.KL_PEAK[0]} to {paper.KL_PEAK[1]}."
+    named = [(pair["peak_t_relative"] if pair["peak_t_relative"] is not None else pair["peak_t"]) for pair in peaked]
+    inside = sum(paper.KL_PEAK[0] <= t <= paper.KL_PEAK[1] for t in named)
+    text += f". Paper: t ≈ {paper.KL_PEAK[0]} to {paper.KL_PEAK[1]}"
+    text += f"; {inside} of {len(named)} {'peak lies' if len(named) == 1 else 'peaks lie'} there." if named else "."
     head = [
         "light",
         "t",

@@ -17,7 +17,7 @@ from relaylm.denoiser import Architecture
 from relaylm.engine import Law
 from relaylm.errors import UserError
 from relaylm.plan import make_plan
-from relaylm.published import Side, Window, compiled_step, random_network
+from relaylm.published import Side, Window, compiled_step, kernels_of, random_network
 from relaylm.rival import Decoder
 from relaylm.sampler import denoise
 from relaylm.schedule import Schedule
@@ -39,6 +39,7 @@ TOY: dict[str, Any] = {
     "batch_size": 4,
     "progress": False,
     "quick": True,
+    "dtype": "float32",
 }
 
 
@@ -106,15 +107,19 @@ def test_numbers_agree_with_each_other(result: dict[str, Any]) -> None:
     assert 0 < result["fraction_of_limit"] <= 1 and result["matmul_tflops"] > 0
     assert 0 <= result["kl_to_fp32"] < 1e-9  # float32 against the same network, folded
     assert math.isclose(sum(result["breakdown"][k] for k in ("blocks", "head", "drawing", "host")), 1)
-    times = [kernel["microseconds"] for kernel in result["breakdown"]["kernels"]]
-    assert times == sorted(times, reverse=True) and times[-1] >= 0
-    products = {kernel["name"]: kernel["times"] for kernel in result["breakdown"]["kernels"]}
-    assert products["aten::addmm"] >= 3 * 3 - 1  # three blocks: up, down, qkv, the attention's output without a bias
     assert math.isclose(result["bound_1_over_alpha"], 1 / result["alpha"])
     assert result["ar_tokens_per_s"]["best"] >= result["ar_tokens_per_s"]["batch_1"]
     run = result["engine_runs"]["heavy"]
     assert run["calls_per_row"] <= 12 and run["rows"] == 4
     assert math.isclose(np.mean(run["seconds"]) * 1e3 / (4 * 12), result["engine_ms_per_row_step"])
+
+
+def test_kernels_of_a_call() -> None:
+    """On a CPU PyTorch's operations: a large product is there, as often as it was made, and takes the longest."""
+    x, small = torch.randn(600, 600), torch.randn(2, 2)
+    found = kernels_of(lambda: [x @ x, x @ x, small.add_(1)], torch.device("cpu"))
+    times = [kernel["microseconds"] for kernel in found]
+    assert times == sorted(times, reverse=True) and found[0]["name"] == "aten::mm" and found[0]["times"] == 2
 
 
 def test_shares(result: dict[str, Any]) -> None:
@@ -245,8 +250,10 @@ def test_less_time_saved_than_operations_must_stand_the_number_of_shares() -> No
 
 def test_empty_places_are_counted_by_model(result: dict[str, Any]) -> None:
     for entry in result["shares"]:
-        apart = np.asarray(entry["wall_saved_all"]) - entry["flops_saved_with_empty_places"]
-        assert np.mean(entry["wall_minus_flops_all"]) == pytest.approx(np.mean(apart))
+        for against, saved in (("flops", "flops_saved"), ("computed", "flops_saved_with_empty_places")):
+            apart = np.asarray(entry["wall_saved_all"]) - entry[saved]
+            assert np.mean(entry[f"wall_minus_{against}_all"]) == pytest.approx(np.mean(apart))
+            assert 0 <= entry[f"p_below_{against}"] <= 1
     a = {"vocab_size": 12, "length": 6, "width": 8, "heads": 2, "cond_dim": 8}
     models = {name: random_network(Architecture(depth=depth, **a), 0) for name, depth in (("light", 1), ("heavy", 2))}
     given = np.full((5, 6), -1)

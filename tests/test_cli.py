@@ -43,7 +43,7 @@ FLAGS = {
         "--batch-size",
         "--cluster",
     }
-    | {"--watch", "--svg", "--html", "--device"},
+    | {"--watch", "--svg", "--html", "--device", "--dtype"},
     "info": COMMON,
     "ls": COMMON,
     "prepare": COMMON | {"--tokenizer", "--packing", "--length", "--holdout", "--license"},
@@ -73,7 +73,7 @@ FLAGS = {
     | {"--revision", "--length", "--mask-id", "--heads", "--raw-weights"},
     "bench": COMMON
     | {"--family", "--depths", "--width", "--vocab-size", "--length", "--steps", "--batch-size", "--quick", "--seed"}
-    | {"--device", "--parts"},
+    | {"--device", "--parts", "--dtype"},
     "demo": COMMON | {"--family", "--prompt", "--seed", "--device"},
     "reproduce": COMMON
     | {"--family", "--scale", "--only", "--out", "--store", "--text", "--second", "--bpe", "--stages", "--judge"}
@@ -174,7 +174,7 @@ def test_rules_blocks_and_strides(family: str, tmp_path: Path, capsys: pytest.Ca
     found = result("--rule", "low-confidence", "--block-length", "8", "--prompt", "the ", "--steps", "16")
     assert found["changes_law"] == ["rule=low-confidence:8"] and found["texts"][0].startswith("the ")
     drawn = tmp_path / "picture.svg"
-    assert result("--rule", "threshold:0.2", "--schedule", "L8 H24", "--svg", str(drawn))["steps"] <= 32
+    assert result("--rule", "threshold:0.2", "--schedule", "L25% H75%", "--svg", str(drawn))["steps"] <= 32
     assert ElementTree.parse(drawn).getroot().tag.endswith("svg")
     greedy = [result("--rule", "low-confidence", "--temperature", "0", "--seed", seed)["texts"] for seed in "12"]
     assert greedy[0] == greedy[1]

@@ -124,8 +124,9 @@ def test_the_papers_numbers_agree_with_each_other_where_they_should() -> None:
     owt = paper.TABLES[paper.OWT]
     assert paper.order(owt) == ["sandwich", "quarter:1", "quarter:4", "quarter:3", "quarter:2"]
     assert round(paper.gap_paid(owt, "sandwich"), 2) == 0.13
-    for depth, (_, _, saved) in paper.DEPTHS.items():
+    for depth, (ppl, _, saved, drop) in paper.DEPTHS.items():
         assert saved == pytest.approx(25 * (12 - depth) / 12, abs=0.005)
+        assert depth == 6 or drop == pytest.approx(100 * (ppl / paper.DEPTHS[12][0] - 1), abs=0.006)  # 6: a slip
     for share, (_, saved, seconds, speedup) in paper.SHARES.items():
         assert saved == pytest.approx(share * 8 / 12, abs=0.051)
         assert speedup == pytest.approx(100 * (1 - seconds / paper.SHARES[0][2]), abs=0.06)
@@ -133,8 +134,9 @@ def test_the_papers_numbers_agree_with_each_other_where_they_should() -> None:
 
 
 def test_bars_are_labelled_as_in_the_paper() -> None:
-    for name, label in paper.LABELS.items():
-        assert segments_label(name, 1000) == label.replace(" → ", "\n")
+    for steps, labels in ((1000, paper.LABELS), (128, paper.LM1B_LABELS)):
+        for name, label in labels.items():
+            assert segments_label(name, steps) == label.replace(" → ", "\n")
 
 
 # ------------------------------------------------------------------------------------------------ verdicts
