@@ -12,8 +12,9 @@ steps alone, the schedule alone, and both are counted from there:
 Savings multiply if the first two agree. Losses add if the interaction is nil; above 0 they compound, below 0 they
 overlap. Perplexity alone would reward dull text, so entropy stands beside it everywhere, and a cell belongs to the
 Pareto front unless another has no more operations, no higher perplexity and no lower entropy (of words, where a family
-has text). Held-out text, where a family comes with some, is judged in the same way: a perplexity below its own or an
-entropy far from it is no merit.
+has text), and one of them better. Held-out text, where a family comes with some, is judged in the same way: a
+perplexity below its own or an entropy above its own is no merit, so for the front the one counts as no lower and the
+other as no higher than the text's.
 
 Shapes: n rows, C cells.
 """
@@ -32,7 +33,9 @@ import torch
 from relaylm import metrics
 from relaylm.bound import held_out, spread_rows
 from relaylm.comparison import _content_key, _model_key, _open_store
-from relaylm.decoding import Rule, parse_rule
+from relaylm.decode import resolve
+from relaylm.decoding import Rule, counts_of, number_text, parse_rule
+from relaylm.engine import Law
 from relaylm.errors import UserError
 from relaylm.judge import Judge, Scores, load_judge, score
 from relaylm.progress import progress_bar
@@ -67,7 +70,14 @@ class Cell:
 
     @property
     def dial(self) -> str:
-        return f"{self.rule.numbers[0]:g}" if self.steps is None else f"T={self.steps}"
+        return number_text(self.rule.numbers[0]) if self.steps is None else f"T={self.steps}"
+
+    def check(self, length: int) -> None:
+        """Refuse what sampling would refuse, before anything is sampled."""
+        Law(top_p=self.top_p)
+        resolve(self.schedule, self.rule, self.steps)
+        if self.rule.counts is not None and self.steps is not None:
+            counts_of(self.rule, np.full((1, length), -1), self.steps)
 
 
 def cells(
@@ -143,6 +153,8 @@ def compose(
     light, heavy = family.roles(light, heavy)
     grid = cells(family, rules, steps, schedules, light, heavy)
     length = length or family.length
+    for cell in grid:
+        cell.check(length)
     work = _Work(family, load_judge(judge, family), n, length, seed, heavy, batch_size, _open_store(store), fresh)
     missing = [cell for cell in grid if stored_only and not work.has(cell)]
     if len(missing) == len(grid):
@@ -163,7 +175,8 @@ def compose(
         per_row.append(found)
         bar.update(before + n - bar.n)
     bar.close()
-    front = pareto(rows)
+    heldout = work.heldout()
+    front = pareto(rows, heldout)
     for row, on_front in zip(rows, front, strict=True):
         row["front"] = on_front
     both = combinations(grid, rows, per_row, heavy)
@@ -177,7 +190,7 @@ def compose(
         "heavy": heavy,
         "judge": work.judge.name,
         "device": str(family.device),
-        "heldout": work.heldout(),
+        "heldout": heldout,
         "rows": rows,
         "missing": [{"line": cell.line, "dial": cell.dial, "schedule": cell.label} for cell in missing],
         "combinations": both,
@@ -294,9 +307,14 @@ def diversity(row: Mapping[str, Any]) -> float:
     return float(row.get("word_entropy", row["entropy"]))
 
 
-def pareto(rows: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Which cells no other beats, with no more operations, no higher perplexity, no lower entropy and one better."""
-    points = np.array([[row["flops"] or math.nan, row["log_ppl"], -diversity(row)] for row in rows])
+def pareto(rows: Sequence[Mapping[str, Any]], heldout: Mapping[str, Any] | None = None) -> list[bool]:
+    """Which cells no other beats, with no more operations, no higher perplexity, no lower entropy and one better. Where
+    there is held-out text, a perplexity below its own counts as its own, and so does an entropy above it: neither is
+    better than real text."""
+    least, most = (heldout["log_ppl"], diversity(heldout)) if heldout else (-math.inf, math.inf)
+    points = np.array(
+        [[row["flops"] or math.nan, max(row["log_ppl"], least), -min(diversity(row), most)] for row in rows]
+    )
     return [not ((points <= own).all(axis=1) & (points < own).any(axis=1)).any() for own in points]
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from relaylm.terminal import fitted_table
 
 Result = Mapping[str, Any]
 HEAD = ("rule", "dial", "schedule", "perplexity", "entropy", "words", "distinct-4", "calls/row", "GFLOPs/row", "s")
+FONT = 7.0  # points, of what stands beside markers
 SPARE = ("s", "calls/row", "distinct-4", "words")  # what a narrow terminal goes without, the first to go first
 
 
@@ -57,14 +60,19 @@ def render(result: Result, width: int | None = None) -> str:
         rule, *cells = _cells(result, row)
         rows.append([f"{'*' if row['front'] else ' '} {rule}", *cells])
     lines, left_out = fitted_table([f"  {HEAD[0]}", *HEAD[1:]], rows, width, names=(0, 1, 2), spare=SPARE)
-    notes = [
-        "* nothing has fewer operations, lower perplexity and higher entropy at once (words' where there are words)"
-    ]
+    notes = [_front_note(result)]
     notes += [f"left out for want of room: {', '.join(left_out)} (--json has all)"] if left_out else []
     notes += [f"{result['n']} samples a cell, judge {result['judge']}, seed {result['seed']}"]
     notes += [text for text in (_heldout(result), _undone(result), result.get("note")) if text]
     wrapped = [line for note in notes for line in textwrap.wrap(note, width, subsequent_indent="  ")]
     return "\n".join([result["answer"], "", *lines, *wrapped])
+
+
+def _front_note(result: Result) -> str:
+    kind = "entropy of words" if "word_entropy" in result["rows"][0] else "entropy"
+    note = f"* no cell has fewer operations, lower perplexity and higher {kind} at once"
+    capped = "; perplexity below held-out text's or entropy above it counts as the text's own"
+    return note + (capped if result.get("heldout") else "")
 
 
 def _heldout(result: Result) -> str:
@@ -96,10 +104,13 @@ def markdown(result: Result) -> str:
     told = [f"{text[0].upper()}{text[1:]}." for text in (_heldout(result), _undone(result)) if text]
     made = " ".join([made, *told, *([result["note"]] if result.get("note") else [])])
     front = sorted((row for row in result["rows"] if row["front"]), key=lambda row: row["flops"] or 0)
-    lines = [f"### {name}", "", result["answer"], "", made, "", "The Pareto front, from the cheapest:", ""]
+    capped = " (perplexity below held-out text's, or entropy of words above it, counts as the text's own)"
+    title = f"The Pareto front{capped if result.get('heldout') else ''}, from the cheapest:"
+    lines = [f"### {name}", "", result["answer"], "", made, "", title, ""]
     lines += _table(HEAD, [_cells(result, row) for row in front])
     lines += ["", "Each schedule at each line's end and with the dial turned:", ""]
-    head = ("rule", "dial", "schedule", "FLOPs left: schedule × dial", "both", "loss: schedule + dial", "both", "they")
+    head = ["rule", "dial", "schedule", "FLOPs left: schedule × dial", "both"]
+    head += ["loss: schedule + dial", "both", "interaction", "they"]
     body = []
     for item in result["combinations"]:
         flops, loss = item["flops"], item["loss"]
@@ -112,16 +123,23 @@ def markdown(result: Result) -> str:
                 f"{flops['schedule']:.3f} × {flops['steps']:.3f} = {flops['product']:.3f}" if known else "-",
                 f"{flops['both']:.3f}" if known else "-",
                 f"{loss['schedule']['value']:+.3f} {loss['steps']['value']:+.3f}",
-                f"{loss['both']['value']:+.3f}{_margin(item['interaction'])}",
+                _with_margin(loss["both"]),
+                _with_margin(item["interaction"]),
                 kind_of(item),
             ]
         )
     return "\n".join([*lines, *_table(head, body)])
 
 
-def _margin(estimate: Mapping[str, Any]) -> str:
+def _margin(estimate: Mapping[str, Any]) -> float | None:
+    """Half of an estimate's own 95% interval."""
     low, high = estimate["ci"]
-    return "" if low is None or high is None else f" ± {(high - low) / 2:.3f}"
+    return None if low is None or high is None else (high - low) / 2
+
+
+def _with_margin(estimate: Mapping[str, Any]) -> str:
+    margin = _margin(estimate)
+    return f"{estimate['value']:+.3f}{'' if margin is None else f' ± {margin:.3f}'}"
 
 
 def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
@@ -188,6 +206,82 @@ def _legend(figure: Any, colours: Mapping[str, str], markers: Mapping[str, str],
     figure.legend(handles=[*handles, *extra], loc="outside right upper", frameon=False, fontsize=8)
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """A marker in a figure, the error bar it has, what is to be written beside it, and with which it may move aside."""
+
+    axes: Any
+    artist: Any
+    text: str = ""
+    margin: float = 0.0
+    kin: tuple[str, str] | None = None  # line and dial
+
+    def at(self, figure: Any, up: float = 0.0) -> np.ndarray:
+        """Where it is, in points, once the layout is settled; or a point so far above it."""
+        x, y = self.artist.get_data()
+        return np.array(self.axes.transData.transform((x[0], y[0] + up))) * 72 / figure.dpi
+
+
+def _tidy(figure: Any, marks: Sequence[_Mark]) -> None:
+    """Move markers that would hide their kin a little to the sides, then write the texts where they cover the least of
+    the markers and of each other. Markers at one place have one text."""
+    from matplotlib.transforms import ScaledTranslation
+
+    figure.draw_without_rendering()  # settles the layout
+    for axes in dict.fromkeys(mark.axes for mark in marks):
+        here = [mark for mark in marks if mark.axes is axes]
+        size = np.array([mark.artist.get_markersize() for mark in here])
+        at = np.array([mark.at(figure) for mark in here])
+        aside = np.zeros(len(here))
+        for j, k in combinations(range(len(here)), 2):
+            if here[j].kin and here[j].kin == here[k].kin and np.hypot(*(at[j] - at[k])) < 0.9 * size[j]:
+                aside[[j, k]] += -0.5 * size[j], 0.5 * size[k]
+        boxes = []
+        for mark, (x, y), dx, width in zip(here, at, aside.tolist(), size, strict=True):
+            if dx:
+                shift = ScaledTranslation(dx / 72, 0, figure.dpi_scale_trans)
+                mark.artist.set_transform(axes.transData + shift)
+            boxes.append((x + dx, y, width / 2, width / 2))
+            if mark.margin:
+                low, high = (mark.at(figure, up)[1] for up in (-mark.margin, mark.margin))
+                boxes.append((x, (low + high) / 2, 2.0, (high - low) / 2))
+        frame = axes.bbox.extents * 72 / figure.dpi
+        left = [k for k, mark in enumerate(here) if mark.text]
+        while left:
+            k = left[0]
+            together = [j for j in left if np.hypot(*(at[j] - at[k])) < 8]
+            left = [j for j in left if j not in together]
+            text = ", ".join(dict.fromkeys(here[j].text for j in together))
+            half = 0.32 * FONT * len(text), 0.55 * FONT
+            dx, dy = _room(boxes, frame, at[k], size[k] / 2, half)
+            x, y = here[k].artist.get_data()
+            where = {"xytext": (dx, dy), "textcoords": "offset points", "ha": "center", "va": "center"}
+            axes.annotate(text, (x[0], y[0]), fontsize=FONT, color="0.2", **where)
+            boxes.append((at[k][0] + dx, at[k][1] + dy, *half))
+
+
+def _room(
+    boxes: Sequence[tuple[float, float, float, float]],
+    frame: np.ndarray,
+    at: np.ndarray,
+    radius: float,
+    half: tuple[float, float],
+) -> tuple[float, float]:
+    """Where beside a marker, inside the frame, a text of so much half width and height covers the least of the boxes
+    (centre, half width, half height): the nearest such place, as an offset."""
+    best = (np.inf, 0.0, 0.0)
+    for gap in (2.0, 5.0, 9.0, 14.0, 20.0):
+        for angle in np.deg2rad([0, 90, 270, 45, 315, 180, 135, 225]):
+            away = radius + gap + np.array(half)
+            x, y = np.clip(at + away * (np.cos(angle), np.sin(angle)), frame[:2] + half, frame[2:] - half)
+            over = sum(
+                max(0.0, half[0] + w - abs(x - bx)) * max(0.0, half[1] + h - abs(y - by)) for bx, by, w, h in boxes
+            )
+            if over < best[0] - 1e-9:
+                best = (over, float(x - at[0]), float(y - at[1]))
+    return best[1], best[2]
+
+
 def _front_figure(result: Result) -> Any:
     figure = _figure(11.0, 4.8)
     from matplotlib.lines import Line2D
@@ -199,6 +293,7 @@ def _front_figure(result: Result) -> Any:
     left, right = figure.subplots(1, 2)
     sizes = _sizes(list(colours))
     words = "word_entropy" in rows[0]
+    marks = []
     for axes, value in ((left, lambda row: row["gen_ppl"]), (right, diversity)):
         for line, colour in colours.items():
             heavy = [row for row in rows if row["line"] == line and row["calls_by_model"].keys() == {result["heavy"]}]
@@ -208,7 +303,9 @@ def _front_figure(result: Result) -> Any:
             x, y = _gflops(result, row), value(row)
             edge = "black" if row["front"] else "none"
             style = {"color": colours[row["line"]], "marker": markers[row["schedule"]], "markeredgecolor": edge}
-            axes.plot(x, y, linestyle="", markersize=sizes[row["line"]], markeredgewidth=1.1, **style)
+            (artist,) = axes.plot(x, y, linestyle="", markersize=sizes[row["line"]], markeredgewidth=1.1, **style)
+            alone = row["calls_by_model"].keys() == {result["heavy"]}
+            marks.append(_Mark(axes, artist, row["dial"] if alone else "", kin=(row["line"], row["dial"])))
         if result.get("heldout"):
             axes.axhline(value(result["heldout"]), color="black", linestyle=":", linewidth=1.2, zorder=0)
         axes.set_xscale("log")
@@ -229,6 +326,7 @@ def _front_figure(result: Result) -> Any:
         extra += [Line2D([], [], color="black", linestyle=":", linewidth=1.2, label="held-out text")]
     _legend(figure, colours, markers, extra)
     figure.suptitle(f"{result['family']['name'] or 'family'}: rule x steps x schedule, {result['n']} samples each")
+    _tidy(figure, marks)
     return figure
 
 
@@ -257,16 +355,20 @@ def _both_figure(result: Result) -> Any:
     left.set_xscale("log")
     right.set_xscale("asinh", linear_width=0.05)  # even near 0, where most losses are, and room for the large ones
     right.set_yscale("asinh", linear_width=0.02)
+    marks = []
+    last = {(item["line"], item["dial"]): item["schedule"] for item in result["combinations"]}
     for item in result["combinations"]:
         style: dict[str, Any] = {"color": colours[item["line"]], "marker": markers[item["schedule"]], "linestyle": ""}
         style["markersize"] = sizes[item["line"]]
         flops, loss, interaction = item["flops"], item["loss"], item["interaction"]
+        text = item["dial"] if last[item["line"], item["dial"]] == item["schedule"] else ""  # once is enough
         if flops["product"]:
-            left.plot(flops["product"], flops["both"] / flops["product"], **style)
+            (artist,) = left.plot(flops["product"], flops["both"] / flops["product"], **style)
+            marks.append(_Mark(left, artist, text, kin=(item["line"], item["dial"])))
         added = loss["schedule"]["value"] + loss["steps"]["value"]
-        low, high = interaction["ci"]
-        margin = 0.0 if low is None or high is None else (high - low) / 2
-        right.errorbar(added, interaction["value"], yerr=margin, capsize=3, elinewidth=1.0, **style)
+        margin = _margin(interaction) or 0.0
+        drawn = right.errorbar(added, interaction["value"], yerr=margin, capsize=3, elinewidth=1.0, **style)
+        marks.append(_Mark(right, drawn.lines[0], text, margin))
     left.axhline(1.0, color="0.4", linewidth=0.8, zorder=0)
     right.axhline(0.0, color="0.4", linewidth=0.8, zorder=0)
     _plain_ticks(left.xaxis, _ticks(-4, 1), lambda value: f"{100 * value:g}%")
@@ -283,6 +385,9 @@ def _both_figure(result: Result) -> Any:
     used = {item[key] for item in result["combinations"] for key in ("line", "schedule")}
     lines, schedules = ({name: look for name, look in all_.items() if name in used} for all_ in (colours, markers))
     _legend(figure, lines, schedules)
+    left.set_title("savings: at 1 they multiply", fontsize=10)
+    right.set_title("losses: at 0 they add up, above compound, below overlap", fontsize=10)
     name = result["family"]["name"] or "family"
-    figure.suptitle(f"{name}: at 1 savings multiply (left); at 0 losses add up, below it they overlap (right)")
+    figure.suptitle(f"{name}: a schedule and fewer steps, or a lower threshold, at once")
+    _tidy(figure, marks)
     return figure

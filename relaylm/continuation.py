@@ -56,7 +56,8 @@ def continued(
         join([x.step_nL for x in traces]), join([x.u_nL for x in traces]), join([x.model_nL for x in traces]),
         traces[0].models,
     )  # fmt: skip
-    return replace(parts[0], tokens=tokens_nL, trace=trace, cost=_sum([part.cost for part in parts]))
+    steps = max(part.steps for part in parts)  # a rule may find another number of them in each window
+    return replace(parts[0], tokens=tokens_nL, trace=trace, cost=_sum([part.cost for part in parts]), steps=steps)
 
 
 def _sum(parts: list[costs.Cost]) -> costs.Cost:

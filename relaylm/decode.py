@@ -61,27 +61,10 @@ def decode(
         raise UserError("decoding rules are defined for the linear noise schedule: leave alpha out")
     names = tuple(models)
     law = law or Law()
-    if rule.adaptive:
-        if steps is not None:
-            raise UserError(f"{rule.name} finds its own number of steps: leave out the number of steps")
-        if isinstance(policy, Timetable):
-            raise UserError(f"{rule.name} finds its own number of steps: a timetable does not go with it")
-        walk: Policy | Schedule = policy
-        times: tuple[float, ...] | None = None
-    else:
-        if steps is not None and math.isinf(steps):
-            raise UserError(f"{rule.name} needs a finite number of steps")
-        walk, times = _resolve(policy, steps)
-        timed = isinstance(policy, Schedule) and any(segment.time is not None for segment in policy.segments)
-        if timed and rule.rates is None and rule.name != "ancestral":
-            raise UserError(
-                f"{rule.name} has its own step grid: a schedule with shares of time (@) does not go with it"
-            )
+    walk, times = resolve(policy, rule, steps)
     if getattr(policy, "wants_logits", False) and not rule.planned:
         raise UserError("a policy that wants logits does not go with a rule that looks at logits itself")
     if rule.planned:
-        if greedy:
-            law = replace(law, top_k=1)
         assert times is not None
         samples = denoise(
             models,
@@ -89,14 +72,14 @@ def decode(
             planned(rule, plan, times),
             mask_id=mask_id,
             steps=len(times) - 1,
-            law=law,
+            law=replace(law, top_k=1) if greedy else law,
             batch_size=batch_size,
             heavy=heavy,
             device=device,
             callback=callback,
             on_calls=on_calls,
         )
-        return replace(samples, schedule=_named(policy))
+        return replace(samples, schedule=_named(policy), changes_law=_changes(law, greedy))
     _check(models, plan, mask_id, heavy)
     unknown = [name for name in getattr(walk, "models", ()) if name not in names]
     if unknown:
@@ -122,6 +105,33 @@ def decode(
             if on_calls is not None:
                 on_calls(*rows.progress())
     return rows.samples(policy, heavy or names[-1], began)
+
+
+def resolve(policy: Policy | Schedule, rule: Rule, steps: float | None) -> tuple[Policy, tuple[float, ...] | None]:
+    """What to follow and its grid of times, None if the rule finds its own steps. Refuses what does not go together."""
+    if not rule.adaptive:
+        if steps is not None and math.isinf(steps):
+            raise UserError(f"{rule.name} needs a finite number of steps")
+        timed = isinstance(policy, Schedule) and any(segment.time is not None for segment in policy.segments)
+        if timed and rule.rates is None and rule.name != "ancestral":
+            raise UserError(
+                f"{rule.name} has its own step grid: a schedule with shares of time (@) does not go with it"
+            )
+        return _resolve(policy, steps)
+    own = f"{rule.name} finds its own number of steps"
+    if steps is not None:
+        raise UserError(f"{own}: leave out the number of steps")
+    if isinstance(policy, Timetable):
+        raise UserError(f"{own}: a timetable does not go with it")
+    if isinstance(policy, Schedule):
+        if policy.steps is not None:
+            raise UserError(f"{own}: write the schedule in shares (L50% H50%), not in counts ({policy})")
+        _ = policy.ends  # there are none where single steps are placed, which is refused
+    return policy, None
+
+
+def _changes(law: Law, greedy: bool) -> tuple[str, ...]:
+    return (*law.changes, *(["temperature=0"] if greedy else []))
 
 
 def _check(models: Mapping[str, Any], plan: Plan, mask_id: int, heavy: str | None) -> None:
@@ -481,7 +491,7 @@ class _Rows:
         if isinstance(self.policy, Timetable) and (depths := _depths(self.models)):
             cost.blocks_saved = costs.blocks_saved(depths, self.policy.models, heavy)
         cost.seconds = time.perf_counter() - began
-        changes = (*self.law.changes, *(["temperature=0"] if self.greedy else []))
+        changes = _changes(self.law, self.greedy)
         if not self.rule.exact:
             changes = (f"rule={self.rule}", *changes)
         trace = Trace(step_nL, time_nL.astype(np.float64), model_nL.astype(np.int16), self.names)

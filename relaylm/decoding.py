@@ -19,11 +19,44 @@ was. (Dream's counts always leave two positions for the last step.) Rules that l
 prefer likely tokens: their samples are sharper than the model.
 
 Notation: t to s < t is a step; alpha(t) = 1 - t is the share of tokens kept; p a distribution over tokens.
+
+**The rules as published.** A step, with a token drawn wherever it is needed:
+
+    ancestral       MDLM: each masked position is written with chance 1 - s/t; at the last step s = 0, so all are.
+    random          LLaDA, remasking='random': of m masked positions in T steps every step writes m // T, the first
+                    m % T steps one more; which, is chance alone. With blocks: block after block from the left, each
+                    with its share of the steps.
+    low-confidence  LLaDA, remasking='low_confidence': as many as `random`, blocks too: a token is drawn at every
+                    masked position (of the block), and those whose token is likeliest under the model stay.
+    dream-origin    Dream, alg='origin': each masked position with chance 1 - s/t on Dream's grid, T + 1 even times
+                    from 1 to 0.001; the last step writes all that is left.
+    dream-maskgit   Dream, alg='maskgit_plus': floor(m (1 - s/t)) of m masked positions on that grid, at the last step
+                    all; those whose drawn token is likeliest under the law it was drawn from.
+    dream-entropy   Dream, alg='entropy': as many; those whose distribution has the least entropy.
+    dream-margin    Dream, alg='topk_margin': as many; those whose likeliest token leads the second by most.
+    threshold       Fast-dLLM: every masked position (of the block) whose drawn token has probability C or more under
+                    the model, and the likeliest one in any case, until nothing is masked.
+    factor          Fast-dLLM: with the drawn tokens' probabilities c_1 >= c_2 >= ..., the first n positions for which
+                    (j + 1) (1 - c_j) <= F for all j = 2..n, at least one, until nothing is masked.
+    remdm-cap       ReMDM: each written position is masked again with chance sigma = min(ETA, sigma_max), each masked
+                    one written with chance (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t), where sigma_max =
+                    min(1, (1 - alpha_s) / alpha_t). That leaves the share of masks what it is without remasking.
+    remdm-rescale   ReMDM: the same with sigma = ETA sigma_max.
+    remdm-conf      ReMDM: sigma = sigma_max softmax(-psi) over the row's written positions, psi the probability a
+                    token had when it was drawn; masked positions are written as by `ancestral`.
+    remdm-loop      ReMDM: without remasking down to time ON, where alpha reaches ALPHA; from ON to OFF alpha stays
+                    there and sigma = ETA; from OFF on without remasking to alpha = 1.
+
+Where published code is not followed, the function concerned says so. One thing concerns all: here the mask is never
+written and has no part in any distribution. The code of LLaDA, Dream and Fast-dLLM leaves its logit in the softmax, so
+a network that gives the mask weight is a little less sure of everything there.
+
 Shapes: n rows, B in a call, L positions, K open places of a row, N listed places, V vocabulary, T steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -39,17 +72,18 @@ DREAM_EPS = 1e-3  # Dream's last time before 0
 
 # ---------------------------------------------------------------------------------------------- how sure is a place?
 # Each takes log-probabilities (N, V) under the law that tokens are drawn from (temperature, nucleus applied)
-# and under the model's own, and the drawn tokens; larger is surer.
+# and under the model's own, and the drawn tokens; larger is surer. The mask has probability 0 in both.
 
 
 def own_probability(drawn_NV: Tensor, own_NV: Tensor, token_N: Tensor) -> Tensor:
     """LLaDA's `low_confidence`, also Fast-dLLM's: the probability of the drawn token under the model's own
-    distribution, whatever the temperature."""
+    distribution, whatever the temperature. (Among all tokens but the mask; the published code counts the mask, too.)"""
     return own_NV.gather(1, token_N[:, None])[:, 0].exp()
 
 
 def drawn_probability(drawn_NV: Tensor, own_NV: Tensor, token_N: Tensor) -> Tensor:
-    """Dream's `maskgit_plus`: the probability of the drawn token under the law it was drawn from."""
+    """Dream's `maskgit_plus`: the probability of the drawn token under the law it was drawn from. (Here and in the two
+    below the mask is left out; in Dream's code it counts as a token.)"""
     return drawn_NV.gather(1, token_N[:, None])[:, 0].exp()
 
 
@@ -203,7 +237,8 @@ def uniforms_at(seed: int, row_B: Tensor, length: int, draw_B: Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class Rule:
-    """A decoding rule: its name, its numbers, its functions, and whether it is exact in law (see above)."""
+    """A decoding rule: its name, its numbers, its functions, and whether it is exact in law. What it does and what
+    exact means stands at the head of the module."""
 
     name: str
     exact: bool
@@ -228,8 +263,8 @@ class Rule:
         return self.which is not None
 
     def __str__(self) -> str:
-        numbers = [*self.numbers, *([] if self.block is None else [self.block])]
-        return ":".join([self.name, *(f"{x:g}" for x in numbers)])
+        numbers = [*map(number_text, self.numbers), *([] if self.block is None else [str(self.block)])]
+        return ":".join([self.name, *numbers])
 
     def check(self) -> Rule:
         for value, (low, high) in zip(self.numbers, self.limits, strict=True):
@@ -246,6 +281,11 @@ class Rule:
                 need = "OFF < ON < 1 and ETA at most (1 - ALPHA) / ALPHA"
                 raise UserError(f"remdm-loop:ETA:ON:OFF:ALPHA needs {need}, not {self}")
         return self
+
+
+def number_text(x: float) -> str:
+    """0.9, 1, 1e-06: short, and the same number when it is read again."""
+    return f"{x:g}" if float(f"{x:g}") == x else repr(x)
 
 
 _unit = (0.0, 1.0)
@@ -284,6 +324,8 @@ def parse_rule(text: str, block_length: int | None = None) -> Rule:
         numbers = [float(word) for word in words]
     except ValueError:
         raise UserError(f"{text!r} is not a decoding rule; the rules are {NOTATION}") from None
+    if not all(map(math.isfinite, numbers)):
+        raise UserError(f"{text!r} has a number that is not finite; the rules are {NOTATION}")
     given = len(rule.numbers)
     extra, numbers = numbers[given:], numbers[:given]
     if extra and not (rule.takes_block and len(extra) == 1 and extra[0] == int(extra[0])):
@@ -304,7 +346,7 @@ def blocks_of(rule: Rule, given_nL: np.ndarray) -> tuple[np.ndarray, int]:
     if rule.block is None:
         return np.zeros((n, length), dtype=np.int64), 1
     first_n1 = (given_nL < 0).argmax(axis=1)[:, None]
-    block_nL = np.maximum(np.arange(length)[None, :] - first_n1, 0) // rule.block
+    block_nL = np.maximum(np.arange(length)[None, :] - first_n1, 0) // min(rule.block, length)
     per_row_n = block_nL.max(axis=1) + 1
     if (per_row_n != per_row_n[0]).any():
         raise UserError(

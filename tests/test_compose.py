@@ -147,6 +147,20 @@ def test_pareto_front_by_brute_force() -> None:
         assert on_front == (not beaten)
 
 
+def test_the_front_goes_no_further_than_real_text() -> None:
+    """A perplexity below held-out text's and an entropy above it are no merit."""
+    real = {"log_ppl": 1.0, "entropy": 9.0, "word_entropy": 3.0}
+
+    def row(flops: float, log_ppl: float, words: float) -> dict[str, float]:
+        return {"flops": flops, "log_ppl": log_ppl, "entropy": 5.0, "word_entropy": words}
+
+    rows = [row(1, 0.9, 3.1), row(2, 0.5, 3.1), row(2, 0.9, 3.5), row(3, 0.4, 4.0), row(0.5, 1.1, 2.9)]
+    assert pareto(rows, real) == [True, False, False, False, True]
+    assert pareto(rows) == pareto(rows, None) == [True, True, True, True, True]
+    short = [row(1, 2.0, 2.0), row(2, 1.5, 2.0), row(2, 2.0, 2.5), row(2, 2.0, 2.0)]  # as ever on this side of the text
+    assert pareto(short, real) == pareto(short) == [True, True, True, False]
+
+
 def test_a_store_resumes(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import relaylm.compose as module
 
@@ -243,6 +257,48 @@ def test_tables_marks_and_figures(result: dict[str, Any], tmp_path: Path) -> Non
     assert all(path.stat().st_size > 20_000 for path in drawn)
 
 
+def test_each_number_has_its_own_margin(result: dict[str, Any]) -> None:
+    first = result["combinations"][0]
+    loss = {**first["loss"], "both": {"value": 0.25, "ci": [0.2, 0.3]}}
+    item = {**first, "loss": loss, "interaction": {"value": -0.5, "ci": [-0.75, -0.25]}}
+    table = compose_view.markdown({**result, "combinations": [item]}).splitlines()[-3:]
+    head, values = ([cell.strip() for cell in table[k].split("|")[1:-1]] for k in (0, 2))
+    assert head[6:] == ["both", "interaction", "they"] and len(head) == len(values)
+    assert values[6:] == ["+0.250 ± 0.050", "-0.500 ± 0.250", "overlap"]
+    unknown = {**item, "interaction": {"value": -0.5, "ci": [None, None]}}
+    assert "| +0.250 ± 0.050 | -0.500 | add |" in compose_view.markdown({**result, "combinations": [unknown]})
+
+
+def test_figures_say_the_dial_and_hide_no_marker() -> None:
+    """Two cells of one line and dial at one place stand side by side, and the heavy one's dial is beside it."""
+    figure = compose_view._figure(6.0, 4.0)
+    axes = figure.subplots()
+    marks = []
+    for x, y, text, kin in (
+        (1.0, 1.0, "", ("a", "T=8")),
+        (1.0, 1.0, "T=8", ("a", "T=8")),
+        (2.0, 2.0, "", ("a", "T=8")),
+        (2.0, 2.0, "", ("b", "T=8")),
+        (3.0, 3.0, "0.9", None),
+        (3.0, 3.0, "0.6", None),
+    ):
+        (artist,) = axes.plot(x, y, marker="o", markersize=8, linestyle="")
+        marks.append(compose_view._Mark(axes, artist, text, kin=kin))
+    compose_view._tidy(figure, marks)
+    figure.draw_without_rendering()
+    centre = np.array([m.artist.get_transform().transform(np.ravel(m.artist.get_data())) for m in marks])
+    points = centre * 72 / figure.dpi
+    assert points[1, 0] - points[0, 0] == pytest.approx(8.0) and points[0, 1] == points[1, 1]  # a diameter apart
+    assert (points[2] == points[3]).all() and (points[4] == points[5]).all()
+    assert [text.get_text() for text in axes.texts] == ["T=8", "0.9, 0.6"]
+    for text in axes.texts:  # inside the frame and on no marker
+        box = text.get_window_extent()
+        frame = axes.get_window_extent()
+        assert frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+        reach = 3.5 * figure.dpi / 72
+        assert not any(box.x0 - reach < x < box.x1 + reach and box.y0 - reach < y < box.y1 + reach for x, y in centre)
+
+
 def test_at_80_columns_no_cell_is_lost(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = compose_view.render(result).splitlines()
@@ -299,6 +355,28 @@ def test_bad_grids_are_refused(family: Family) -> None:
         compose(family, n=1, progress=False)
     with pytest.raises(UserError, match="at least one rule"):
         compose(family, [], progress=False)
+
+
+@pytest.mark.parametrize(
+    "rule, schedule, word",
+    [
+        ("random:5", "light", "no multiple of 3"),
+        ("low-confidence:5", "light", "no multiple of 3"),
+        ("ancestral@1.5", "light", "top_p must lie in"),
+        ("threshold", "interleaved:25%", "single steps, not times"),
+        ("dream-entropy", "L50%@25% H50%@75%", "shares of time"),
+    ],
+)
+def test_a_bad_cell_costs_nothing(
+    family: Family, monkeypatch: pytest.MonkeyPatch, rule: str, schedule: str, word: str
+) -> None:
+    """However late it comes in the grid."""
+    import relaylm.compose as module
+
+    monkeypatch.setattr(module, "sample", lambda *args, **options: pytest.fail("sampled"))
+    with pytest.raises(UserError) as error:
+        compose(family, ["ancestral", rule], (4,), ["light", schedule], 2, progress=False)
+    assert word in str(error.value)
 
 
 def test_documents_have_what_was_recorded() -> None:

@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 import torch
 from helpers import LinearDenoiser, TableDenoiser, g_test, p_value
+from hypothesis import example, settings, strategies
 from hypothesis import given as hypothesis_given
-from hypothesis import settings, strategies
 
+from relaylm import decoding
 from relaylm.continuation import window_seed
 from relaylm.decode import decode
 from relaylm.decoding import (
     RULES,
     Rule,
     at_least,
+    blocks_of,
     dream_counts,
     llada_counts,
     most_sure,
@@ -523,6 +525,13 @@ def test_rules_in_words_and_back() -> None:
         ("remdm-conf:1", "too many"),
         ("low-confidence:2.5", "too many numbers or a broken one"),
         ("low-confidence:0", "at least 1"),
+        ("low-confidence:inf", "not finite"),
+        ("low-confidence:nan", "not finite"),
+        ("low-confidence:1e400", "not finite"),
+        ("threshold:nan", "not finite"),
+        ("factor:inf", "not finite"),
+        ("threshold:0.9:-inf", "not finite"),
+        ("random:-3", "at least 1"),
         ("remdm-loop:0.5", "(1 - ALPHA) / ALPHA"),
         ("remdm-loop:0.02:0.05:0.55:0.9", "OFF < ON"),
     ],
@@ -531,6 +540,33 @@ def test_a_broken_rule_is_refused_in_one_line(text: str, word: str) -> None:
     with pytest.raises(UserError) as error:
         parse_rule(text)
     assert word in str(error.value) and "\n" not in str(error.value)
+
+
+odd = strategies.floats().map(str) | strategies.integers().map(str) | strategies.text(".-+_e019", max_size=6)
+
+
+@hypothesis_given(
+    strategies.sampled_from([rule.name for rule in RULES]),
+    strategies.lists(odd | strategies.floats(0, 1).map(str), max_size=5),
+)
+@example("random", ["1e30"])
+@example("threshold", ["0.1234567", "12345678"])
+def test_any_numbers_are_a_rule_or_refused_in_one_line(name: str, words: list[str]) -> None:
+    try:
+        rule = parse_rule(":".join([name, *words]))
+    except UserError as error:
+        assert "\n" not in str(error)
+        return
+    assert parse_rule(str(rule)) == rule and all(map(math.isfinite, rule.numbers))
+    if rule.block is not None:  # of any size: beyond the row's it is the whole row
+        block_nL, count = blocks_of(rule, np.full((2, 7), -1))
+        assert count == math.ceil(7 / min(rule.block, 7)) and block_nL.max() == count - 1
+
+
+def test_each_rule_is_defined_at_the_head_of_the_module() -> None:
+    defined = {line.split()[0]: line.split()[1] for line in str(decoding.__doc__).splitlines() if line[:5].strip()}
+    defined = {name: source.rstrip(":,") for name, source in defined.items() if name in {rule.name for rule in RULES}}
+    assert defined == {rule.name: rule.source for rule in RULES}
 
 
 def test_what_cannot_go_together_is_refused() -> None:
@@ -549,6 +585,7 @@ def test_what_cannot_go_together_is_refused() -> None:
     refused("shares of time", "dream-entropy", schedule=Schedule.parse("a:4@50% b:5@50%"))
     refused("finite number", "low-confidence", steps=math.inf)
     refused("single steps, not times", "threshold", schedule=Schedule.parse("interleaved:25%").bind("a", "b"))
+    refused("in shares (L50% H50%), not in counts", "threshold", schedule=Schedule.parse("a:8 b:8"))
     refused("asks for model", "low-confidence", schedule=Schedule.parse("z"))
     refused("asked for model", "low-confidence", schedule=lambda state: "z")
     with pytest.raises(UserError, match="its own number of steps"):
@@ -597,6 +634,48 @@ def test_the_exact_flag_tells_the_truth(rule: Rule) -> None:
     samples = run({"a": model}, rule, 3, np.full((n, 3), -1), steps, batch_size=n)
     p = p_value(samples.tokens, law, 3)
     assert p > 1e-3 if rule.exact else p < 1e-6
+    assert bool(samples.changes_law) == (not rule.exact)
+
+
+@pytest.mark.parametrize("text", ["remdm-cap:0.3", "remdm-rescale:0.5", "remdm-conf", "remdm-loop:0.2:0.6:0.2:0.7"])
+def test_the_exact_flag_of_remasking_rules_tells_the_truth(text: str) -> None:
+    """By enumeration of every way a row can go. Positions are independent and the denoiser is right, so writing several
+    at once costs nothing: what is left is whether masking again prefers some tokens."""
+    rule, steps, mask_id = parse_rule(text), 8, 2
+    assert rule.rates is not None
+    p_LV = np.array([[0.9, 0.1], [0.6, 0.4], [0.8, 0.2], [0.7, 0.3]])
+    length, free = len(p_LV), (mask_id,) * len(p_LV)
+    law, forgotten = {free: 1.0}, 0.0
+    for k in range(steps):
+        t, s = (torch.tensor([[(steps - k - j) / steps]], dtype=torch.float64) for j in (0, 1))
+        after: dict[tuple[int, ...], float] = {}
+        for state, weight in law.items():
+            psi = [-math.inf if token == mask_id else p_LV[j, token] for j, token in enumerate(state)]
+            rates = rule.rates(t, s, torch.tensor([psi], dtype=torch.float64), *rule.numbers)
+            a_t, a_s, sigma = (x.expand(1, length)[0].tolist() for x in rates)
+            choices = []
+            for j, token in enumerate(state):
+                if token != mask_id:
+                    choices.append([(token, 1 - sigma[j]), (mask_id, sigma[j])])
+                    forgotten += weight * sigma[j]
+                else:
+                    chance = (a_s[j] - (1 - sigma[j]) * a_t[j]) / (1 - a_t[j])
+                    choices.append([(mask_id, 1 - chance), *((v, chance * p_LV[j, v]) for v in range(mask_id))])
+            for way in itertools.product(*choices):
+                new = tuple(token for token, _ in way)
+                after[new] = after.get(new, 0.0) + weight * math.prod(p for _, p in way)
+        law = {state: weight for state, weight in after.items() if weight > 1e-15}
+    right = {x: math.prod(p_LV[j, v] for j, v in enumerate(x)) for x in itertools.product((0, 1), repeat=length)}
+    assert set(law) == set(right) and forgotten > 0.1
+    off = max(abs(law[x] - right[x]) for x in right)
+    assert off < 1e-12 if rule.exact else off > 5e-3
+    if not rule.exact:  # likely tokens are kept
+        assert all(sum(law[x] for x in right if x[j] == 0) > p_LV[j, 0] + 1e-3 for j in range(length))
+    # What was enumerated is what is sampled.
+    logits_LV = torch.from_numpy(np.log(np.concatenate([p_LV, np.full((length, 1), 1e-9)], axis=1)))
+    model = FromLogits(lambda tokens_BL, t_B: logits_LV.expand(len(tokens_BL), -1, -1).clone())
+    samples = run({"a": model}, rule, mask_id, np.full((4000, length), -1), steps, batch_size=4000)
+    assert p_value(samples.tokens, law, mask_id) > 1e-3
     assert bool(samples.changes_law) == (not rule.exact)
 
 
@@ -704,6 +783,9 @@ def test_sample_takes_a_rule(family: Family) -> None:
     assert free.steps < 24 and free.cost.total_calls < 3 * 24
     greedy = [sample(family, rule="low-confidence", temperature=0, seed=seed, steps=8).texts for seed in (0, 1)]
     assert greedy[0] == greedy[1]
+    for rule in ("ancestral", "random", "dream-origin", "dream-entropy"):  # whether planned or not
+        cold = sample(family, rule=rule, temperature=0, top_p=0.5, steps=4)
+        assert cold.changes_law == ("top_p=0.5", "temperature=0")
     with pytest.raises(UserError, match="temperature must be above 0"):
         sample(family, temperature=0)
     with pytest.raises(UserError, match="goes with the name"):
@@ -725,6 +807,14 @@ def test_a_continuation_is_window_after_window(family: Family, rule: str | None)
         text, calls = np.concatenate([text, part.tokens[:, -fresh:]], axis=1), calls + part.cost.total_calls
     assert (whole.tokens == text).all() and whole.cost.total_calls == calls
     assert (whole.trace.model_nL[:, 4:] >= 0).all() and (whole.trace.model_nL[:, :4] == -1).all()
+
+
+def test_a_continuation_has_as_many_steps_as_its_longest_window(family: Family) -> None:
+    """Four free positions in the first window, nine in the others: one written at a step."""
+    prompt = "the cat sat on the m"
+    whole = sample(family, n=2, rule="threshold:1", prompt=prompt, length=42, stride=9, seed=5)
+    assert sample(family, n=2, rule="threshold:1", prompt=prompt, seed=5).steps == 4
+    assert whole.steps == 9 == whole.trace.step_nL.max()
 
 
 def test_a_stride_is_checked(family: Family) -> None:

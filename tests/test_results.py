@@ -604,21 +604,21 @@ def test_what_the_decoding_document_says_of_composing() -> None:
 
 
 def test_what_the_decoding_document_says_of_seconds() -> None:
-    found, cells, _, text = composed()
+    _, cells, _, text = composed()
 
-    def left(line: str, dial: str) -> tuple[str, str]:
-        """The light model's share of the heavy one's FLOPs and seconds; and the seconds themselves."""
+    def left(line: str, dial: str) -> tuple[float, float, str]:
+        """The light model's share of the heavy one's FLOPs and seconds, and the seconds themselves."""
         light, heavy = (cells[line, dial, schedule] for schedule in ("light", "heavy"))
-        shares = [f"{light[what] / heavy[what]:.2f}" for what in ("flops", "seconds")]
-        return " ".join(shares), f"({light['seconds']:.1f} s of {heavy['seconds']:.1f} s)"
+        took = f"({light['seconds']:.1f} s of {heavy['seconds']:.1f} s)"
+        return light["flops"] / heavy["flops"], light["seconds"] / heavy["seconds"], took
 
-    (flops, share), took = left("ancestral", "T=256")[0].split(), left("ancestral", "T=256")[1]
-    assert f"four blocks take {flops} of the FLOPs of twelve and {share} of the seconds {took}" in text
-    assert float(share) < float(flops) + 0.05
-    (flops, share), took = left("low-confidence", "T=256")[0].split(), left("low-confidence", "T=256")[1]
-    assert f"`low-confidence` leaves {flops} of the FLOPs and {share} of the seconds {took}" in text
-    flops, share = left("threshold", "0.9")[0].split()
-    assert f"`threshold:0.9` {flops} and {share}." in text
+    flops, seconds, took = left("ancestral", "T=256")
+    assert f"four blocks take {flops:.2f} of the FLOPs of twelve and {seconds:.2f} of the seconds {took}" in text
+    assert seconds < flops + 0.05
+    flops, seconds, took = left("low-confidence", "T=256")
+    assert f"`low-confidence` leaves {flops:.2f} of the FLOPs and {seconds:.2f} of the seconds {took}" in text
+    flops, seconds, _ = left("threshold", "0.9")
+    assert f"`threshold:0.9` {flops:.2f} and {seconds:.2f}." in text
     tokens = composed("wiki-bpe")[1]
     again, plain = (tokens[line, "T=256", "light"] for line in ("remdm-cap:0.008", "ancestral"))
     assert f"take {again['seconds']:.1f} s with `remdm-cap` and {plain['seconds']:.1f} s without" in text
@@ -626,7 +626,7 @@ def test_what_the_decoding_document_says_of_seconds() -> None:
 
 
 def test_what_the_decoding_document_says_of_the_front() -> None:
-    found, cells, _, text = composed()
+    _, cells, _, text = composed()
     front = {cell: row for cell, row in cells.items() if row["front"]}
     cut = [cell for cell in front if cell[0] == "ancestral@0.9"]
     others = [row for cell, row in front.items() if cell not in cut]
