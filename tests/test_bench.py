@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from relaylm import bench_parts, reference
+from relaylm import bench_parts, kernels, reference
 from relaylm.bench import bench, render
 from relaylm.bench_parts import below_zero, executed_flops, kl_to_fp32
 from relaylm.denoiser import Architecture
@@ -265,3 +265,21 @@ def test_empty_places_are_counted_by_model(result: dict[str, Any]) -> None:
         cost = denoise(models, policy, plan, mask_id=11, steps=4, batch_size=4, device="cpu", engine=engine).cost
         assert sum(engine.empty) == cost.padded_calls > 0
         assert used is None or engine.empty[1 - used] == 0
+
+
+def test_kernels_and_graphs_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "triton", object())
+    for value, there in (("1", False), ("yes", False), ("0", True), ("", True)):
+        monkeypatch.setenv("RELAYLM_EAGER", value)
+        assert kernels.available() is there
+    monkeypatch.delenv("RELAYLM_EAGER")
+    assert kernels.available()
+
+
+def test_the_engine_is_measured_in_bfloat16_where_the_cpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has in (True, False):
+        monkeypatch.setattr("relaylm.bench.cpu_has_bfloat16", lambda has=has: has)
+        found = bench(**{**TOY, "dtype": None}, parts=())
+        assert found["settings"]["precision"]["engine"].startswith(f"blocks {'bfloat16' if has else 'float32'}")
+    with pytest.raises(UserError, match="must be a multiple of 64, not 200"):
+        bench(**{**TOY, "width": 200, "heads": None})

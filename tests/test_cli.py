@@ -166,6 +166,13 @@ def test_infill_suffix_and_max_new_tokens(family: str, capsys: pytest.CaptureFix
     assert len(text("--prompt", "ab", "--max-new-tokens", "4")) == 6
 
 
+def test_blocks_compute_in_what_is_asked_for(family: str) -> None:
+    for asked, kind in (("bfloat16", torch.bfloat16), (None, torch.float32)):
+        words = ["sample", "--family", family, "--device", "cpu", *(["--dtype", asked] if asked else [])]
+        loaded = command_tools.load_family(cli.build_parser().parse_args(words))
+        assert {block.attn_qkv.weight.dtype for model in loaded.models.values() for block in model.blocks} == {kind}
+
+
 def test_rules_blocks_and_strides(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def result(*words: str) -> dict[str, Any]:
         assert run("sample", "--family", family, "--json", "-", *words) == 0

@@ -49,6 +49,11 @@ def test_speed_table_of_the_readme() -> None:
     assert f"is {found['kl_to_fp32']:.1e} nats" in plain
     rival = found["ar_tokens_per_s"]["best"] / found["engine_tokens_per_s"]
     assert f"KV cache writes {rival:.0f} times as many tokens a second" in plain
+    laptop = json.loads((ROOT / "results" / "bench" / "cpu.json").read_text())
+    assert f"is {laptop['speedup']:.1f} times as fast as MDLM's sampler with 12 blocks" in plain
+    assert f"and {laptop['speedup_light']:.1f} times with 4, and each per cent of light calls saves" in plain
+    assert f"saves {laptop['slope']['value']:.2f}% of the time ([" in plain
+    assert laptop["settings"]["precision"]["engine"].startswith("blocks bfloat16")
 
 
 def test_how_near_the_limit_the_engine_is() -> None:
