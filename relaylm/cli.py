@@ -157,7 +157,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--batch-size", type=batch_type, default="auto", help="rows in a network call, or auto")
     p.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "float16"),
+        choices=DTYPES,
         help="what the blocks compute in (default: bfloat16 on CUDA, else float32)",
     )
     cluster_flag(p)
@@ -349,7 +349,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--batch-size", type=batch_type, default="auto", help="rows in a network call, or auto")
     p.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "float16"),
+        choices=DTYPES,
         help="of the engine's blocks (default: bfloat16 where the device has it)",
     )
     p.add_argument("--quick", action="store_true", help="fewer repeats")

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from relaylm.family import Family
 
 
+PUBLISHED_ROWS = 64  # of the wall-clock runs of MDLM's sampler, which is slow; counted for as many as there are
+
+
 def published_sides(family: Family, names: Sequence[str]) -> dict[str, Side]:
     """Models as MDLM's code runs them."""
     sides = {}
@@ -63,7 +66,7 @@ def shares(setup: Setup) -> dict[str, Any]:
     sides = published_sides(family, (light, heavy))
 
     def published(share: int) -> float:
-        batch = min(rows, 64)
+        batch = min(rows, PUBLISHED_ROWS)
         run = reference.sample_reference(
             sides, bound[share], batch, length, mask_id=family.mask_id, steps=steps, device=family.device
         )

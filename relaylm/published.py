@@ -205,13 +205,11 @@ def best_batch(side: Side, batches: Sequence[int], steps: int, length: int, coun
     ms: dict[int, float] = {}
 
     def measured(batch: int) -> float:
-        try:
-            window = Window(side, 0.5, steps, count, batch, length, seed)
-            window.ddpm(1)
-            return window.ms(window.ddpm)
-        finally:
-            if side.device.type == "cuda":
-                torch.cuda.empty_cache()
+        if side.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the one before held: the largest batches need all there is
+        window = Window(side, 0.5, steps, count, batch, length, seed)
+        window.ddpm(1)
+        return window.ms(window.ddpm)
 
     for batch in batches:
         try:

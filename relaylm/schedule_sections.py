@@ -17,6 +17,7 @@ import numpy as np
 from relaylm import paper
 from relaylm import reproduce_figures as draw
 from relaylm.document import Block, Figure, Table, Text
+from relaylm.mdlm_experiments import PUBLISHED_ROWS
 from relaylm.reproduce_figures import against
 
 Result = Mapping[str, Any]
@@ -259,14 +260,14 @@ def shares(result: Result, figures: Path) -> list[Block]:
         f"MDLM's sampler's, on this vocabulary; the paper's column says {paper.SHARES[100][3]}% (its output layer has "
     )
     words += f"50,258 columns). Wall-clock on {result['timed_rows']} rows, up the shares and down again"
-    if result["timed_rows"] > 64:
-        words += "; MDLM's sampler on 64, counted for as many"
+    if result["timed_rows"] > PUBLISHED_ROWS:
+        words += f"; MDLM's sampler on {PUBLISHED_ROWS}, counted for as many"
     apart = {key: max(max(s) / min(s) - 1 for s in result[key].values()) for key in SECONDS}
     words += f". Two passes of a share differ by up to {apart['engine_seconds']:.0%} in the engine and by "
     words += f"{apart['published_seconds']:.0%} in MDLM's sampler."
     half = min(result["shares"], key=lambda share: abs(share - 50))
-    if half in paper.SHARES and by[result["labels"][result["shares"].index(half)]].get("gap_paid") is not None:
-        paid = by[result["labels"][result["shares"].index(half)]]["gap_paid"]
+    paid = by[result["labels"][result["shares"].index(half)]].get("gap_paid")
+    if half in paper.SHARES and paid is not None:
         ppl = {share: values[0] for share, values in paper.SHARES.items()}
         words += f" At {half}% light steps {paid:.0%} of the quality gap is paid"
         words += f" (paper: {(ppl[half] - ppl[0]) / (ppl[100] - ppl[0]):.0%})."

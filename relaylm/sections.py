@@ -90,18 +90,17 @@ def disagreement(result: Result, figures: Path) -> list[Block]:
 
 
 def _curves(result: Result, figures: Path, name: str, caption: str) -> list[Block]:
-    words, rows = [], []
-    peaked = [pair for pair in result["pairs"] if pair["peak_t_relative"] is None or draw.above_twin(pair)]
+    words, rows, peaks = [], [], []
     for pair in result["pairs"]:
         relative = pair["peak_t_relative"] is not None
         t, ci = (
             (pair["peak_t_relative"], pair["peak_t_relative_ci"]) if relative else (pair["peak_t"], pair["peak_t_ci"])
         )
-        words.append(
-            f"{pair['light']}: t = {t:.2f} ({ci[0]:.2f} to {ci[1]:.2f})"
-            if pair in peaked
-            else f"{pair['light']}: nowhere, it is no further from the heavy model than a second seed"
-        )
+        if not relative or draw.above_twin(pair):
+            peaks.append(t)
+            words.append(f"{pair['light']}: t = {t:.2f} ({ci[0]:.2f} to {ci[1]:.2f})")
+        else:
+            words.append(f"{pair['light']}: nowhere, it is no further from the heavy model than a second seed")
         for k, at in enumerate(pair["t"]):
             optional = [pair[key][k] if pair[key] else None for key in ("kl_base", "kl_relative")]
             cells = [pair["abs_loss_diff"][k], pair["loss_diff"][k], pair["kl"][k], *optional]
@@ -109,10 +108,9 @@ def _curves(result: Result, figures: Path, name: str, caption: str) -> list[Bloc
     base = "less the KL between two seeds of the heavy model" if result["pairs"][0]["kl_relative"] else "without a twin"
     where = "held-out text" if result["states"] == "data" else "the heavy model's own trajectories"
     text = f"On {where}, {result['sequences']} rows at each time, {base}. The KL peaks at " + "; ".join(words)
-    named = [(pair["peak_t_relative"] if pair["peak_t_relative"] is not None else pair["peak_t"]) for pair in peaked]
-    inside = sum(paper.KL_PEAK[0] <= t <= paper.KL_PEAK[1] for t in named)
+    inside = sum(paper.KL_PEAK[0] <= t <= paper.KL_PEAK[1] for t in peaks)
     text += f". Paper: t ≈ {paper.KL_PEAK[0]} to {paper.KL_PEAK[1]}"
-    text += f"; {inside} of {len(named)} {'peak lies' if len(named) == 1 else 'peaks lie'} there." if named else "."
+    text += f"; {inside} of {len(peaks)} {'peak lies' if len(peaks) == 1 else 'peaks lie'} there." if peaks else "."
     head = [
         "light",
         "t",

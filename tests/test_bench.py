@@ -17,7 +17,7 @@ from relaylm.denoiser import Architecture
 from relaylm.engine import Law
 from relaylm.errors import UserError
 from relaylm.plan import make_plan
-from relaylm.published import Side, Window, compiled_step, kernels_of, random_network
+from relaylm.published import Side, Window, best_batch, compiled_step, kernels_of, random_network
 from relaylm.rival import Decoder
 from relaylm.sampler import denoise
 from relaylm.schedule import Schedule
@@ -283,3 +283,19 @@ def test_the_engine_is_measured_in_bfloat16_where_the_cpu_has_it(monkeypatch: py
         assert found["settings"]["precision"]["engine"].startswith(f"blocks {'bfloat16' if has else 'float32'}")
     with pytest.raises(UserError, match="must be a multiple of 64, not 200"):
         bench(**{**TOY, "width": 200, "heads": None})
+
+
+def test_the_reference_is_measured_at_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cached one among small batches too; the plain one twice, up and down the batches, so that drift cancels."""
+    ms = {1: 3.0, 2: 1.0, 4: 2.0}
+    monkeypatch.setattr(bench_parts, "other_windows", lambda job, batch, compiled: (ms[batch], batch))
+    assert bench_parts.cached_windows(None, 4) == (1.0, 2)  # type: ignore[arg-type]
+    clock = iter([10.0, 11.0, 12.0, 9.0, 10.0, 11.0])  # a machine that slows down on the way up, and from a new start
+    monkeypatch.setattr(Window, "ms", lambda window, run: next(clock))
+    monkeypatch.setattr(Window, "ddpm", lambda window, count=None: None)
+    side = Side(
+        random_network(Architecture(vocab_size=12, length=6, width=8, depth=1, heads=2, cond_dim=8), 0),
+        None,
+        torch.device("cpu"),
+    )  # type: ignore[arg-type]
+    assert best_batch(side, (1, 2, 4), 4, 6, 1, 0)["ms_per_row_step"] == {"1": 10.5, "2": 10.5, "4": 10.5}

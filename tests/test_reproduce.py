@@ -27,6 +27,7 @@ from relaylm.family import Family
 from relaylm.family_folder import save_family
 from relaylm.reference import truncation_weight
 from relaylm.reproduce_figures import above_twin, against, segments_label, tuned_rows
+from relaylm.schedule_sections import in_words
 from relaylm.sections import SECTIONS, where_it_peaks
 from relaylm.tokenizer import Text8Tokenizer
 
@@ -382,6 +383,39 @@ def sampled_both_ways(n: int, steps: int = 256, seed: int = 0, **about: Any) -> 
     kept = {name: {"t": [1.0, 0.1], "mean": [0.8, 0.99], "low": [0.7, 0.98]} for name in ("4b", "12b")}
     by_steps = {str(steps): {"exact": exact, "published": cut, "kept_mass": kept}}
     return {"by_steps": by_steps, "family": {"name": "x"}, "vocabulary": 8193, "n": n, "length": 256}
+
+
+def test_time_saved_decides_only_where_it_is_further_from_the_edge_than_clocks_are_good_for() -> None:
+    def says(light_ms: float) -> bool | None:
+        times = {"reference_ms_per_row_step": 1.0, "reference_light_ms_per_row_step": light_ms}
+        times |= {"engine_ms_per_row_step": 1.0, "engine_light_ms_per_row_step": 0.3}
+        family = {**times, "settings": {"depth": [12, 4]}}
+        found = next(v for v in verdicts({"time": {"family": family}}) if v.claim.name.startswith("Wall-clock"))
+        assert [f.where for f in found.findings] == ["this family, MDLM's sampler", "this family, the engine"]
+        assert found.findings[1].says is False  # 70% of the time where blocks save two thirds
+        return found.findings[0].says
+
+    # The edge is 60% of the time saved.
+    assert (
+        says(0.72) is True and says(0.44) is True and says(0.42) is None and says(0.38) is None and says(0.36) is False
+    )
+
+
+def test_more_steps_on_tokens_are_places_too_but_not_those_that_bpe_has() -> None:
+    data = {"precision": sampled_both_ways(400, steps=1024)}
+    data["precision"]["by_steps"] |= sampled_both_ways(400, steps=256)["by_steps"]
+    data["bpe"] = {"schedules": {"by_light": {"4b": {**fake(PAPERLIKE), "steps": 256}}}}
+    found = next(v for v in verdicts(data) if v.claim.name.startswith("The degradation"))
+    assert [f.where for f in found.findings] == ["BPE, light 4b", "BPE, T = 1024"]
+
+
+def test_a_light_depth_stands_beside_the_papers_number_for_it() -> None:
+    result = sampled_both_ways(200)["by_steps"]["256"]["exact"]
+    eight, four, five = (in_words(result, None, depth) for depth in (8, 4, 5))
+    assert "(paper: +1.4%)." in eight and "(paper: +3.4%)." in four and "paper" not in five
+    assert "the same order as in the paper" in in_words(result, paper.TABLES[paper.PREFIX_256])  # which has a tie
+    next(row for row in result["rows"] if row["schedule"] == "quarter:4")["gen_ppl"] = 1.0
+    assert "(quarter:1 = sandwich, quarter:4," in in_words(result, paper.TABLES[paper.PREFIX_256])
 
 
 def test_the_section_on_precision_sets_both_samplers_side_by_side(tmp_path: Path) -> None:
@@ -865,6 +899,8 @@ def test_from_the_command_line(
     result = json.loads((tmp_path / "r.json").read_text())
     assert set(result["experiments"]) == {"disagreement", "depths"} and result["scale"]["samples"] == 4
     assert data_of(tmp_path / "out", "depths")["seed"] == 3
+    assert cli.main([*words, "--only", "precision"]) == 0
+    assert "precision was not run: it needs a family with a large vocabulary (--bpe)" in capsys.readouterr().err
     assert cli.main([*words, "--only", "nothing"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert cli.main(["reproduce", "--family", family, "--scale", "huge"]) == 2

@@ -14,11 +14,17 @@ import pytest
 
 from relaylm import compose, compose_view, metrics, paper
 from relaylm.bound import spread_rows
+from relaylm.cost import call_flops
 from relaylm.decoding import RULES, parse_rule
+from relaylm.diffusion import LINEAR
+from relaylm.event_queue import Queue, call_shapes
 from relaylm.family import Family
 from relaylm.judge import load_judge, score
 from relaylm.ladder import more_is_no_worse
+from relaylm.plan import Plan, make_events, make_plan
 from relaylm.reproduce_figures import against, difference
+from relaylm.sampler import _static_models
+from relaylm.schedule import sandwich
 from relaylm.sections import left_open
 from relaylm.text import read_text
 
@@ -87,6 +93,56 @@ def test_how_near_the_limit_the_engine_is() -> None:
     assert f"({beyond['cudnn']:.0f} µs beyond the limit)" in plain
     assert f"at the speed of memory ({norms:.0f})" in plain
     assert f"no product runs ({beyond['_twice_gelu']:.0f} and {beyond['_rotated']:.0f})" in plain
+
+
+@pytest.mark.parametrize("share", [0.3, 0.4])
+def test_operations_with_empty_places_are_those_of_the_queue(share: float) -> None:
+    """What was recorded beside the bench's light shares, replayed on the host: which rows go into which call does not
+    depend on the GPU. For the short runs that were timed, and for whole rows."""
+    found = json.loads((ROOT / "results" / "bench" / "h200.json").read_text())
+    size = found["settings"]
+    steps, length, depths = size["steps"], size["length"], size["depth"][::-1]
+    times = [k / steps for k in range(steps, -1, -1)]
+
+    def flops(depth: int, positions: int) -> float:
+        return call_flops(depth, size["width"], size["vocab_size"], length, positions)
+
+    def replayed(share: float, plan: Plan, batch: int) -> tuple[float, float, int]:
+        """Operations of the calls, with the empty places too, and how many of these there are."""
+        events = make_events(plan, times)
+        shapes, shapes_E = call_shapes(events, times, LINEAR, length, batch)
+        queue = Queue(plan, events, shapes_E, shapes, in_flight=32 * batch)
+        names = ("light", "heavy")
+        model_E = _static_models(sandwich(share).bind(*names).timetable(steps), events, names)
+        assert model_E is not None
+        queue.foresee(model_E)
+        empty = [0, 0]
+        while True:
+            queue.model_n[queue.pool] = model_E[queue.next_n[queue.pool]]
+            if (call := queue.take()) is None:
+                break
+            empty[call.model] += call.shape.rows - len(call.rows_R)
+            queue.advance(call)
+        pairs, number = np.unique(np.stack([model_E, events.count_E]), axis=1, return_counts=True)
+        made = sum(n * flops(depths[model], int(due)) for (model, due), n in zip(pairs.T, number, strict=True))
+        return made, made + sum(n * flops(depth, 1) for n, depth in zip(empty, depths, strict=True)), sum(empty)
+
+    def saved(plan: Plan, batch: int) -> tuple[float, float, int]:
+        (base, base_with, _), (own, own_with, empty) = (replayed(s, plan, batch) for s in (0, share))
+        return 1 - own / base, 1 - own_with / base_with, empty
+
+    rows, batch, free = map(int, re.findall(r"\d+", found["shares_measured_on"])[:3])
+    given_nL = np.zeros((rows, length), dtype=np.int64)
+    given_nL[:, length - free :] = -1
+    short = saved(make_plan(rows, length, found["seed"], given_nL), batch)
+    entry = next(entry for entry in found["shares"] if entry["light_share"] == share)
+    apart = [entry["wall_saved_all"][0] - entry[f"wall_minus_{kind}_all"][0] for kind in ("flops", "computed")]
+    assert [*short] == pytest.approx([*apart, entry["padded_calls"][0]])
+    whole = saved(make_plan(size["samples"], length, found["seed"]), size["batch_size"])
+    row = next(row for row in found["whole_rows"] if row["light_share"] == share)
+    assert [*whole] == pytest.approx(
+        [row[key] for key in ("flops_saved", "flops_saved_with_empty_places", "padded_calls")]
+    )
 
 
 def searched(family: str) -> dict[str, Any]:
