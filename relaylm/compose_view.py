@@ -68,11 +68,20 @@ def render(result: Result, width: int | None = None) -> str:
     return "\n".join([result["answer"], "", *lines, *wrapped])
 
 
+def _entropy(result: Result) -> str:
+    return "entropy of words" if "word_entropy" in result["rows"][0] else "entropy"
+
+
+def _capped(result: Result) -> str:
+    """How real text bounds the front, where there is some."""
+    if not result.get("heldout"):
+        return ""
+    return f"perplexity below held-out text's, or {_entropy(result)} above it, counts as the text's own"
+
+
 def _front_note(result: Result) -> str:
-    kind = "entropy of words" if "word_entropy" in result["rows"][0] else "entropy"
-    note = f"* no cell has fewer operations, lower perplexity and higher {kind} at once"
-    capped = "; perplexity below held-out text's or entropy above it counts as the text's own"
-    return note + (capped if result.get("heldout") else "")
+    note = f"* no cell has fewer operations, lower perplexity and higher {_entropy(result)} at once"
+    return "; ".join(text for text in (note, _capped(result)) if text)
 
 
 def _heldout(result: Result) -> str:
@@ -104,8 +113,7 @@ def markdown(result: Result) -> str:
     told = [f"{text[0].upper()}{text[1:]}." for text in (_heldout(result), _undone(result)) if text]
     made = " ".join([made, *told, *([result["note"]] if result.get("note") else [])])
     front = sorted((row for row in result["rows"] if row["front"]), key=lambda row: row["flops"] or 0)
-    capped = " (perplexity below held-out text's, or entropy of words above it, counts as the text's own)"
-    title = f"The Pareto front{capped if result.get('heldout') else ''}, from the cheapest:"
+    title = f"The Pareto front{f' ({capped})' if (capped := _capped(result)) else ''}, from the cheapest:"
     lines = [f"### {name}", "", result["answer"], "", made, "", title, ""]
     lines += _table(HEAD, [_cells(result, row) for row in front])
     lines += ["", "Each schedule at each line's end and with the dial turned:", ""]
