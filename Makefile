@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint clean
+.PHONY: help setup demo test test-all lint docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ test: lint ## style, types and the quick tests
 
 test-all: lint ## the same with the slow tests
 	$(PYTEST) -m ""
+
+docs: setup ## the generated parts of README.md and docs/
+	$(BIN)/python docs/generate.py
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,49 +12,50 @@ Names are loaded on first use, so that importing the package (and `relaylm --hel
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+# Threads that wait for each other sleep instead of spinning: on a busy machine spinning makes a small network ten times
+# slower, on an idle one sleeping costs little. It has an effect only before torch is imported.
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
 _HOMES = {
-    "compare": "comparison",
-    "Rule": "decoding",
-    "parse_rule": "decoding",
-    "Architecture": "denoiser",
-    "Denoiser": "denoiser",
-    "FromLogits": "denoiser",
-    "Transformer": "denoiser",
-    "Family": "family",
-    "Plan": "plan",
-    "make_plan": "plan",
-    "RowState": "schedule",
-    "Schedule": "schedule",
-    "Segment": "schedule",
-    "SwitchByMaskFraction": "schedule",
-    "Timetable": "schedule",
-    "all_placements": "schedule",
-    "hand_made": "schedule",
-    "Samples": "sampler",
-    "denoise": "sampler",
-    "sample": "sampler",
-    "search": "schedule_search",
-    "sample_reference": "reference",
+    "compare": "measure.compare",
+    "Rule": "sampling.rules",
+    "parse_rule": "sampling.rules",
+    "Architecture": "models.denoiser",
+    "Denoiser": "models.denoiser",
+    "FromLogits": "models.denoiser",
+    "Transformer": "models.denoiser",
+    "Family": "models.family",
+    "Plan": "core.plan",
+    "make_plan": "core.plan",
+    "RowState": "core.schedule",
+    "Schedule": "core.schedule",
+    "Segment": "core.schedule",
+    "SwitchByMaskFraction": "core.schedule",
+    "Timetable": "core.schedule",
+    "all_placements": "core.schedule",
+    "hand_made": "core.schedule",
+    "Samples": "sampling.result",
+    "denoise": "sampling.denoise",
+    "sample": "sampling.sample",
+    "search": "search.search",
+    "sample_reference": "sampling.reference",
     "UserError": "errors",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]
 
 if TYPE_CHECKING:  # for editors and type checkers, which cannot follow __getattr__
-    from relaylm.comparison import compare
-    from relaylm.decoding import Rule, parse_rule
-    from relaylm.denoiser import Architecture, Denoiser, FromLogits, Transformer
-    from relaylm.errors import UserError
-    from relaylm.family import Family
-    from relaylm.plan import Plan, make_plan
-    from relaylm.reference import sample_reference
-    from relaylm.sampler import Samples, denoise, sample
-    from relaylm.schedule import (
+    from relaylm.core.plan import Plan, make_plan
+    from relaylm.core.schedule import (
         RowState,
         Schedule,
         Segment,
@@ -63,7 +64,16 @@ if TYPE_CHECKING:  # for editors and type checkers, which cannot follow __getatt
         all_placements,
         hand_made,
     )
-    from relaylm.schedule_search import search
+    from relaylm.errors import UserError
+    from relaylm.measure.compare import compare
+    from relaylm.models.denoiser import Architecture, Denoiser, FromLogits, Transformer
+    from relaylm.models.family import Family
+    from relaylm.sampling.denoise import denoise
+    from relaylm.sampling.reference import sample_reference
+    from relaylm.sampling.result import Samples
+    from relaylm.sampling.rules import Rule, parse_rule
+    from relaylm.sampling.sample import sample
+    from relaylm.search.search import search
 
 
 def __getattr__(name: str) -> Any:
@@ -74,3 +84,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES])
+
+
+class _Package(ModuleType):
+    """Keeps `relaylm.search` the public function: importing the folder of that name would set the attribute to it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _HOMES:
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,14 +1,13 @@
-r"""The same work on many GPUs and hosts: samples and whole trees by ranges of rows, on Ray.
+"""Samples and searches on many GPUs and hosts, on Ray.
 
 Rows are independent (their noise is keyed by their numbers), so a range of rows under any schedules is a task of its
-own. What a task does is a plain function of a family and plain arguments (`sample_rows`, `grow_rows`), and there are
-two ways to do many: `Local` one after the other, here; `Cluster` by Ray's actors, one for each GPU (each CPU where the
-family is on CPUs), each of which loads the family once from its folder. Both yield results as they come, and both give
-the same ones: batches are of the same size wherever they run, so on the same kind of device the bits are the same.
-(On CPUs a worker computes with one thread; how a product is split among threads is part of a call's shape there.)
+own: a plain function of a family and plain arguments (`sample_rows`, `grow_rows`). `Cluster` runs tasks on Ray actors,
+one for each GPU (each CPU where the family is on CPUs), each of which loads the family once from its folder. Batches
+have the same size wherever they run, so on the same kind of device results are the same bit for bit. (On CPUs a worker
+computes with one thread; how a product is split among threads is part of a call's shape there.)
 
-A worker that is lost, with its host or without, costs the time of the task it had: the task goes to another one, and
-Ray is asked for a replacement. Nothing is stored by workers; what comes back is stored by whoever asked.
+If a worker or its host is lost, its task goes to another worker and Ray is asked for a replacement. Workers store
+nothing; the caller stores what comes back.
 
 Needs the extra `cluster` (`pip install relaylm[cluster]`); Ray is imported when a Cluster is made.
 """
@@ -27,42 +26,30 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from relaylm.errors import UserError
-from relaylm.sampler import Samples, Trace, _batch_size, checked_given, sample
-from relaylm.schedule import Policy, Schedule, Timetable
-from relaylm.tree import Grown, Stopped, grow
+from relaylm.core.schedule import Policy, Schedule, Timetable
+from relaylm.errors import UserError, reason
+from relaylm.measure.evaluate import sample_rows
+from relaylm.sampling.result import Samples, Trace, total_cost
+from relaylm.sampling.sample import checked_given, lay_out, pick_batch_size
+from relaylm.search.tree import Stopped
 
 if TYPE_CHECKING:
-    from relaylm.family import Family
+    from relaylm.models.family import Family
 
-MOST_LOSSES = 3  # of workers over one task, or in a row while they start: then something else is wrong
-LOOK = 0.5  # seconds between two looks at whether to stop
-_TRACE = ("step_nL", "u_nL", "model_nL")
-
-
-# ------------------------------------------------------------------------------------------------ tasks
-
-
-def sample_rows(family: Family, schedule: Any, first_row: int, rows: int, options: dict[str, Any]) -> Samples:
-    """A range of rows under one schedule, as `sample` gives them."""
-    return sample(family, schedule, rows, first_row=first_row, **options)
-
-
-def grow_rows(family: Family, schedules: Sequence[Any], first_row: int, rows: int, options: dict[str, Any]) -> Grown:
-    """A range of rows under many schedules that share their work, as `grow` gives them."""
-    return grow(family, schedules, rows, first_row=first_row, **options)
+MOST_LOSSES = 3  # of workers over one task, or in a row while they start: then the cause is not chance
+LOOK = 0.5  # seconds between two checks of whether to stop
 
 
 def row_ranges(n: int, batch: int, workers: int) -> list[tuple[int, int]]:
-    """(first, number) of even pieces of n rows: about four for each worker, so that no one waits long for the last, and
-    at least two batches each, so that batches are full."""
+    """(first, number) of even pieces of n rows: about four for each worker, so that none is idle for long at the end,
+    and at least two batches each, so that batches are full."""
     pieces = max(1, min(4 * workers, n // (2 * batch)))
     edges = [n * k // pieces for k in range(pieces + 1)]
     return [(a, b - a) for a, b in pairwise(edges)]
 
 
 def sample_many(
-    workers: Local | Cluster,
+    workers: Cluster,
     schedule: str | Schedule | Policy,
     n: int,
     *,
@@ -72,10 +59,8 @@ def sample_many(
     on_rows: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> Samples:
-    """`sample`, with the rows shared out among workers; other options are those of `sample`. `on_rows(done, total)`
-    hears of progress. The cost's seconds are those from the beginning to the end."""
-    from relaylm.family import lay_out
-
+    """`sample`, with the rows distributed over workers; other options are those of `sample`. `on_rows` receives the
+    number of rows done and n. The cost's seconds are wall-clock time."""
     began = time.perf_counter()
     if n < 1:
         raise UserError(f"the number of samples must be at least 1, not {n}")
@@ -87,69 +72,33 @@ def sample_many(
     laid_out = ["prompt", "suffix", "infill", "max_new_tokens"] + ["length"] * (options.get("stride") is None)
     layout = given if given is not None else lay_out(family, **{k: v for k, v in options.items() if k in laid_out})
     models = schedule.models if isinstance(schedule, Schedule | Timetable) else family.names
-    batch = batch_size or _batch_size(family, n, layout.shape[-1], len(set(models)))
+    batch = batch_size or pick_batch_size(family, n, layout.shape[-1], len(set(models)))
     tasks = []
     for first, rows in row_ranges(n, batch, workers.number):
         own = {**options, "batch_size": batch}
         if given is not None:
             own["given"] = given[first : first + rows] if given.ndim == 2 else given
         tasks.append((schedule, first_row + first, rows, own))
-    parts: list[Samples | None] = [None] * len(tasks)
-    done = 0
+    parts: dict[int, Samples] = {}
     for index, part in workers.map(sample_rows, tasks):
         parts[index] = part
-        done += len(part.tokens)
         if on_rows is not None:
-            on_rows(done, n)
-    return _joined([part for part in parts if part is not None], time.perf_counter() - began)
+            on_rows(sum(len(part.tokens) for part in parts.values()), n)
+    return _joined([parts[index] for index in range(len(tasks))], time.perf_counter() - began)
 
 
 def _joined(parts: Sequence[Samples], seconds: float) -> Samples:
-    """Ranges of rows, one below the other."""
+    """Ranges of rows, one below the other; counts and costs are summed."""
     first = parts[0]
-    costs = [part.cost for part in parts]
-
-    def total(name: str) -> Any:
-        values = [getattr(cost, name) for cost in costs]
-        return None if None in values else sum(values)
-
-    summed = ("flops", "flops_all_heavy", "padded_calls", "shared_calls", "network_calls", "milliseconds", "joules")
-    cost = replace(
-        first.cost,
-        calls=dict(sum((Counter(cost.calls) for cost in costs), Counter())),
-        batch_size=min(cost.batch_size for cost in costs),
-        seconds=seconds,
-        **{name: total(name) for name in summed},
-    )
-    arrays = {name: np.concatenate([getattr(part.trace, name) for part in parts]) for name in _TRACE}
+    names = ("step_nL", "u_nL", "model_nL")
+    arrays = {name: np.concatenate([getattr(part.trace, name) for part in parts]) for name in names}
     return replace(
         first,
         tokens=np.concatenate([part.tokens for part in parts]),
         trace=Trace(**arrays, models=first.trace.models),
-        cost=replace(cost, calls={name: cost.calls.get(name, 0) for name in first.cost.calls}),
+        cost=replace(total_cost([part.cost for part in parts]), seconds=seconds),
         texts=[text for part in parts for text in part.texts],
     )
-
-
-# ------------------------------------------------------------------------------------------------ workers
-
-
-class Local:
-    """Tasks one after the other, in this process."""
-
-    number = 1
-
-    def __init__(self, family: Family) -> None:
-        self.family = family
-
-    def map(
-        self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], stop: Callable[[], bool] | None = None
-    ) -> Iterator[tuple[int, Any]]:
-        """(index, function(family, *task)) for each task."""
-        for index, task in enumerate(tasks):
-            if stop is not None and stop():
-                raise Stopped
-            yield index, function(self.family, *task)
 
 
 class _Worker:
@@ -157,7 +106,7 @@ class _Worker:
 
     def load(self, folder: str, device: str, dtype: Any, narrow: bool, digest: str) -> int:
         """Load the family; returns the process's number. Not in the constructor, whose errors Ray hides."""
-        from relaylm.family import Family
+        from relaylm.models.family import Family
 
         host = socket.gethostname()
         try:
@@ -173,12 +122,11 @@ class _Worker:
 
 
 class Cluster:
-    """Tasks on Ray's actors, each with the family in its own memory. Use with `with`, or `close` it.
+    """Tasks on Ray actors, each with the family in its own memory. Use with `with`, or `close` it.
 
-    `address` is a running cluster's ("auto" for the one that this host belongs to, or "host:6379"); "local" starts one
-    on this machine, for as long as this object lives. The family must be in a folder that every host can read under the
-    same name.
-    `workers` is their number: by default one for each GPU there is, or each CPU where the family is on CPUs."""
+    `address` is that of a running cluster ("auto" for the one that this host belongs to, or "host:6379"); "local"
+    starts one on this machine, for as long as this object lives. The family must be in a folder that every host can
+    read under the same name. `workers` is by default one for each GPU, or each CPU where the family is on CPUs."""
 
     def __init__(self, family: Family, address: str = "local", workers: int | None = None) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -195,6 +143,10 @@ class Cluster:
             getattr(ray.exceptions, name)
             for name in ("RayActorError", "WorkerCrashedError", "NodeDiedError", "ObjectLostError", "OutOfMemoryError")
         )
+        self._starting: dict[Any, Any] = {}  # the call that loads the family, and its actor
+        self._idle: list[Any] = []
+        self.pids: dict[Any, int] = {}  # of the workers that have started, by actor
+        self._failed = 0  # starts in a row that came to nothing
         self._opened = not ray.is_initialized()
         if self._opened:
             local = {"num_cpus": workers or os.cpu_count(), "include_dashboard": False} if address == "local" else {}
@@ -202,7 +154,7 @@ class Cluster:
             try:
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR", **local)
             except (ConnectionError, ValueError, RuntimeError) as error:
-                raise UserError(f"cannot reach a Ray cluster at {address}: {_brief(error)}") from None
+                raise UserError(f"cannot reach a Ray cluster at {address}: {reason(error)}") from None
         gpu = family.device.type == "cuda"
         there = int(ray.cluster_resources().get("GPU" if gpu else "CPU", 0))
         self.number = min(workers or there, there)
@@ -211,10 +163,6 @@ class Cluster:
             raise UserError(f"the family is on a {'GPU' if gpu else 'CPU'}, but the cluster has none")
         resources = {"num_gpus": 1, "num_cpus": 0} if gpu else {"num_cpus": 1}
         self._actor = ray.remote(**resources, max_restarts=0)(_Worker)
-        self._starting: dict[Any, Any] = {}  # the call that loads the family, and its actor
-        self._idle: list[Any] = []
-        self.pids: dict[Any, int] = {}  # of the workers that have started, by actor
-        self._failed = 0  # starts in a row that came to nothing
         for _ in range(self.number):
             self._start()
 
@@ -225,8 +173,8 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Let the workers go, and a cluster that was started here."""
-        for actor in [*self.__dict__.get("_starting", {}).values(), *self.__dict__.get("pids", {})]:
+        """Stop the workers, and a cluster that was started here."""
+        for actor in [*self._starting.values(), *self.pids]:
             self._ray.kill(actor)
         self._starting, self._idle, self.pids = {}, [], {}
         if self._opened:
@@ -235,9 +183,9 @@ class Cluster:
     def map(
         self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], stop: Callable[[], bool] | None = None
     ) -> Iterator[tuple[int, Any]]:
-        """(index, function(family, *task)) for each task, in the order in which they are done. `function` stands at the
-        top of a module that workers can import. `stop` is asked twice a second; if it says yes, Stopped is raised and
-        what is under way is given up."""
+        """(index, function(family, *task)) for each task, in the order in which they are done. `function` is defined at
+        the top of a module that workers can import. `stop` is called twice a second; if it returns True, Stopped is
+        raised and the running tasks are given up."""
         waiting = deque(range(len(tasks)))
         running: dict[Any, tuple[int, Any]] = {}
         losses: Counter[int] = Counter()
@@ -259,19 +207,19 @@ class Cluster:
                     except self._loss as error:
                         losses[index] += 1
                         if losses[index] > MOST_LOSSES:
-                            count, why = losses[index], _brief(error)
-                            raise UserError(f"{count} workers were lost over one task: {why}") from None
+                            lost = f"{losses[index]} workers were lost over one task"
+                            raise UserError(f"{lost}: {reason(error)}") from None
                         waiting.appendleft(index)
                         self._replace(actor)
                         continue
-                    except Exception:  # the function's own: the worker is well
+                    except Exception:  # raised by the function; the worker is in order
                         self._idle.append(actor)
                         raise
                     self._idle.append(actor)
                     yield index, result
         finally:
-            for _, actor in running.values():  # given up: whoever comes next shall not wait for it
-                if actor in self.pids:  # and not closed meanwhile
+            for _, actor in running.values():  # given up: the next call of `map` must not wait for them
+                if actor in self.pids:  # and the cluster was not closed meanwhile
                     self._replace(actor)
 
     def _start(self) -> None:
@@ -289,7 +237,7 @@ class Cluster:
         except self._loss as error:
             self._failed += 1
             if self._failed > MOST_LOSSES:
-                raise UserError(f"workers are lost as they start: {_brief(error)}") from None
+                raise UserError(f"workers are lost as they start: {reason(error)}") from None
             self._start()
             return
         self._failed = 0
@@ -301,7 +249,7 @@ class Cluster:
         self._start()
 
     def _get(self, call: Any) -> Any:
-        """A call's result. What its function raised is raised here, without Ray's wrapping."""
+        """A call's result. An exception of its function is raised here, without Ray's wrapping."""
         try:
             return self._ray.get(call)
         except self._ray.exceptions.RayTaskError as error:
@@ -309,14 +257,10 @@ class Cluster:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself tries for minutes before it gives up."""
+    """Fail within seconds where Ray would try for minutes."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit() and "/" not in host:
         try:
             socket.create_connection((host, int(port)), timeout=10).close()
         except (OSError, OverflowError) as error:
             raise UserError(f"cannot reach a Ray cluster at {address}: {error}") from None
-
-
-def _brief(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -15,6 +15,8 @@ import numpy as np
 import scipy.special
 import scipy.stats
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
 State = tuple[int, ...]
@@ -186,3 +188,12 @@ def g_test(observed: np.ndarray, chance: np.ndarray) -> float:
         return 1.0
     statistic = 2 * (scipy.special.xlogy(observed, observed / expected)).sum()
     return float(scipy.stats.chi2.sf(statistic, len(expected) - 1))
+
+
+def tiny_json(letters: int = 256) -> str:
+    """Byte-level BPE over the first so many bytes' symbols, plus [MASK] in front."""
+    tokens = {"[MASK]": 0} | {s: i for i, s in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:letters], 1)}
+    backend = Backend(models.BPE(vocab=tokens, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend.to_str()

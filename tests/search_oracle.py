@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from relaylm.cost import Price
-from relaylm.denoiser import Architecture, Transformer
-from relaylm.family import Family
-from relaylm.judge import from_logits
-from relaylm.schedule import Schedule
-from relaylm.schedule_search import Problem
-from relaylm.tokenizer import Text8Tokenizer
-from relaylm.trials import Trials, add_calls
+from relaylm.core.cost import Price
+from relaylm.core.schedule import Schedule
+from relaylm.measure.judge import from_logits
+from relaylm.models.denoiser import Architecture, Transformer
+from relaylm.models.family import Family
+from relaylm.models.tokenizer import Text8Tokenizer
+from relaylm.search.space import Problem
+from relaylm.search.trials import Trials
 
 VOCAB = 28
 Harm = Callable[[np.ndarray], np.ndarray]
@@ -36,6 +36,12 @@ def small_family(depths: Sequence[int] = (1, 3), length: int = 16) -> Family:
     family = Family(models, VOCAB - 1, VOCAB, length, Text8Tokenizer(), "toy")  # type: ignore[arg-type]
     family.judge = network(2, 50, length, causal=True)
     return family
+
+
+def counted(schedule: Schedule, steps: int, light: str, heavy: str) -> Schedule:
+    """The schedule with models' names and in counts of steps."""
+    bound = schedule.bind(light, heavy)
+    return bound if bound.steps is not None else bound.resample(steps)
 
 
 @dataclass
@@ -76,8 +82,8 @@ class Oracle(Trials):
             schedules = list(chunk.schedules.values())
             self.asked += schedules
             calls = {self.heavy: round(chunk.rows * self.expected_calls(schedules))}
-            add_calls(self.spent.made, calls)
-            add_calls(self.spent.now, calls)
+            self.spent.made.update(calls)
+            self.spent.now.update(calls)
             for law, schedule in chunk.schedules.items():
                 loss, sd = self.true_loss(schedule), self.noise(schedule)
                 self.hashes[law, chunk.first, chunk.rows] = ""
@@ -95,7 +101,7 @@ def oracle_problem(
     positions: int = 64,
     **options: Any,
 ) -> Problem:
-    family = small_family((1, 3), 64)  # for its device and the like; its networks are not asked
+    family = small_family((1, 3), 64)  # for its device and the like; its networks are not called
     names = tuple(f"{depth}b" for depth in depths)
     judge = from_logits(family.judge, "oracle")
     given = np.full((1, positions), -1)

@@ -1,12 +1,13 @@
-r"""Tensors out of a PyTorch file without unpickling it.
+r"""Tensors out of a PyTorch file without unpickling it. Read by hand because `torch.load`
+has run code out of crafted files even with `weights_only` (CVE-2025-32434), and with it refuses real checkpoints, which
+carry configuration objects.
 
 `torch.save` writes a zip with a pickle, `data.pkl`, that describes the object, and one file of raw numbers for each
-storage. A pickle is a program; Python's unpickler runs it, and with it whatever a stranger wrote there. Here the
-program is read, not run: `pickletools` splits it into opcodes and a small machine follows those that build plain data
-(numbers, text, lists, tuples, dicts, sets) and the one description of a tensor that PyTorch writes. Nothing is
-imported, nothing is looked up by name and nothing is called. A name of a class or function becomes an inert `Opaque`,
-and so does all that is made from it; a checkpoint may carry such things (its configuration, its tokenizer), but
-nobody who needs a tensor will accept one in its place.
+storage. A pickle is a program; Python's unpickler runs it. Here the program is read, not run: `pickletools` splits it
+into opcodes and a small machine follows those that build plain data (numbers, text, lists, tuples, dicts, sets) and the
+one description of a tensor that PyTorch writes. Nothing is imported, looked up by name or called. The name of a class
+or function becomes an inert `Opaque`, and so does all that is made from it; a checkpoint may carry such things (its
+configuration, its tokenizer), but where a tensor is needed one is refused.
 
 A file that names one of the few functions by which pickles run commands is refused altogether: not for safety, which
 does not depend on it, but because its author meant harm and its numbers deserve no trust.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import math
 import pickletools
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,67 +27,26 @@ import torch
 from torch import Tensor
 
 from relaylm.convert.tensors import Lazy
-from relaylm.errors import UserError
+from relaylm.errors import UserError, reason
 
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 LARGEST_PICKLE = 1 << 28  # of data.pkl; a real one is a few megabytes
 # Modules that a checkpoint has no reason to name, and functions of builtins that are as bad.
-HOSTILE = [
-    "os",
-    "posix",
-    "nt",
-    "subprocess",
-    "sys",
-    "io",
-    "_io",
-    "importlib",
-    "runpy",
-    "shutil",
-    "socket",
-    "ctypes",
-    "pty",
-    "code",
-    "operator",
-    "_operator",
-    "commands",
-    "webbrowser",
-    "pickle",
-    "_pickle",
-    "marshal",
-    "multiprocessing",
-    "asyncio",
-    "timeit",
-    "cProfile",
-    "pdb",
-    "bdb",
-]
-HOSTILE_BUILTINS = [
-    "eval",
-    "exec",
-    "execfile",
-    "compile",
-    "open",
-    "__import__",
-    "getattr",
-    "setattr",
-    "globals",
-    "breakpoint",
-    "input",
+HOSTILE = {
+    "os", "posix", "nt", "subprocess", "sys", "io", "_io", "importlib", "runpy", "shutil", "socket", "ctypes", "pty",
+    "code", "operator", "_operator", "commands", "webbrowser", "pickle", "_pickle", "marshal", "multiprocessing",
+    "asyncio", "timeit", "cProfile", "pdb", "bdb",
+}  # fmt: skip
+HOSTILE_BUILTINS = {
+    "eval", "exec", "execfile", "compile", "open", "__import__", "getattr", "setattr", "globals", "breakpoint", "input",
     "apply",
-]
+}  # fmt: skip
 
 STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-}
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -126,16 +87,17 @@ class _Archive:
         self.path = path
         try:
             with open(path, "rb") as file:
-                start = file.read(2)
-            if start != b"PK":
-                raise UserError(
-                    f"{path} is not a file of torch.save since PyTorch 1.6 (a zip): relaylm never unpickles, and reads "
-                    f"safetensors or such zips only"
-                )
-            self.zip = zipfile.ZipFile(path)
+                zipped = file.read(2) == b"PK"
         except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+            raise UserError(f"cannot read {path}: {reason(error)}") from None
+        if not zipped:
+            raise UserError(
+                f"{path} is not a file of torch.save since PyTorch 1.6 (a zip): relaylm never unpickles, and reads "
+                f"safetensors or such zips only"
+            )
+        try:
+            self.zip = zipfile.ZipFile(path)
+        except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
             raise UserError(f"{path} is not a whole file of torch.save ({error})") from None
         pickles = [name for name in self.zip.namelist() if name.rpartition("/")[2] == "data.pkl"]
         if len(pickles) != 1:
@@ -161,9 +123,7 @@ class _Archive:
             data = self.bytes(f"data/{storage.key}", size)
             if len(data) != size:
                 raise UserError(f"{self.path}: data/{storage.key} in it is cut short")
-            flat = (
-                torch.frombuffer(bytearray(data), dtype=storage.dtype) if size else torch.empty(0, dtype=storage.dtype)
-            )
+            flat = torch.frombuffer(bytearray(data), dtype=storage.dtype) if size else torch.empty(0).to(storage.dtype)
             return flat.as_strided(shape, stride, offset).contiguous()
 
         return Lazy(shape, storage.dtype, read)
@@ -183,18 +143,20 @@ def read(path: str | Path) -> Any:
         ) from None
 
 
+def state_of(data: Any, path: Path) -> dict[str, Any]:
+    """The state dict in what was read: under "state_dict" or "model", or the object itself."""
+    if not isinstance(data, dict):
+        raise UserError(f"{path} does not hold a checkpoint but {data!r}"[:300])
+    for key in ("state_dict", "model"):
+        data = data[key] if isinstance(data.get(key), dict) else data
+    return data
+
+
 _MARK = object()
-_PUSH = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_LITERALS = {
-    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING",
-    "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES",
-    "BINBYTES8", "BYTEARRAY8",
-}  # fmt: skip
-_EMPTY = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set, "EMPTY_TUPLE": tuple}
 
 
 class _Machine:
-    """A stack and a memo. One method for each kind of opcode; an opcode that is not here is an error."""
+    """A stack and a memo. An opcode that is not here is an error, and so is whatever a malformed program trips over."""
 
     def __init__(self, archive: _Archive) -> None:
         self.archive = archive
@@ -205,108 +167,54 @@ class _Machine:
         for opcode, argument, _ in pickletools.genops(program):
             if opcode.name == "STOP":
                 return self.stack.pop()
-            self.step(opcode.name, argument)
+            if opcode.name in _PUSHED:
+                self.stack.append(_PUSHED[opcode.name](self, argument))
+            elif opcode.name not in ("PROTO", "FRAME"):
+                self.change(opcode.name, argument)
         raise UserError(f"{self.archive.path}: the description of its tensors is cut short")
 
-    def step(self, op: str, argument: Any) -> None:
-        stack, memo = self.stack, self.memo
-        if op in _LITERALS:
-            stack.append(argument)
-        elif op in _PUSH:
-            stack.append(_PUSH[op])
-        elif op in _EMPTY:
-            stack.append(_EMPTY[op]())
-        elif op in ("PROTO", "FRAME"):
-            pass
-        elif op == "MARK":
-            stack.append(_MARK)
-        elif op == "POP":
+    def change(self, op: str, argument: Any) -> None:
+        """Opcodes that drop, remember or change what is on the stack."""
+        stack = self.stack
+        if op == "POP":
             stack.pop()
         elif op == "POP_MARK":
             self.to_mark()
-        elif op == "DUP":
-            stack.append(stack[-1])
-        elif op in ("PUT", "BINPUT", "LONG_BINPUT"):
-            memo[argument] = stack[-1]
-        elif op == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
-        elif op in ("GET", "BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
-        elif op in ("TUPLE", "LIST", "FROZENSET", "DICT"):
-            items = self.to_mark()
-            if op == "DICT":
-                made: Any = {}
-                self.set_items(made, items)
-            else:
-                made = tuple(items) if op == "TUPLE" else items if op == "LIST" else frozenset(map(_key, items))
-            stack.append(made)
-        elif op in ("TUPLE1", "TUPLE2", "TUPLE3"):
-            size = int(op[-1])
-            if len(stack) < size:
-                raise IndexError("pop from empty stack")
-            stack[-size:] = [tuple(stack[-size:])]
+        elif op in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            self.memo[len(self.memo) if op == "MEMOIZE" else argument] = stack[-1]
         elif op in ("APPEND", "APPENDS", "ADDITEMS"):
-            items = [stack.pop()] if op == "APPEND" else self.to_mark()
-            self.add_items(stack[-1], items, op == "ADDITEMS")
+            items = self.pop(1) if op == "APPEND" else self.to_mark()
+            if isinstance(target := stack[-1], Opaque):
+                target.items += items
+            elif isinstance(target, set if op == "ADDITEMS" else list):
+                target.update(map(_key, items)) if isinstance(target, set) else target.extend(items)
+            else:
+                raise TypeError(f"items for a {type(target).__name__}")
         elif op in ("SETITEM", "SETITEMS"):
-            items = [stack.pop(), stack.pop()][::-1] if op == "SETITEM" else self.to_mark()
-            self.set_items(stack[-1], items)
-        elif op == "GLOBAL":
-            module, _, name = argument.partition(" ")
-            stack.append(self.name(module, name))
-        elif op == "STACK_GLOBAL":
-            name, module = stack.pop(), stack.pop()
-            stack.append(self.name(module, name))
-        elif op == "REDUCE":
-            arguments, function = stack.pop(), stack.pop()
-            stack.append(self.reduce(function, arguments))
-        elif op in ("NEWOBJ", "NEWOBJ_EX"):
-            keywords = stack.pop() if op == "NEWOBJ_EX" else None
-            arguments, kind = stack.pop(), stack.pop()
-            stack.append(Opaque(str(kind), (arguments, keywords)))
-        elif op in ("INST", "OBJ"):
-            items = self.to_mark()
-            kind = argument if op == "INST" else items.pop(0)
-            if op == "INST":
-                self.name(*str(argument).split(" ", 1))
-            stack.append(Opaque(str(kind), tuple(items)))
+            pairs = _pairs(self.pop(2) if op == "SETITEM" else self.to_mark())
+            if isinstance(target := stack[-1], Opaque):
+                target.items += pairs
+            elif isinstance(target, dict):
+                target.update((_key(key), value) for key, value in pairs)
+            else:
+                raise TypeError(f"keys for a {type(target).__name__}")
         elif op == "BUILD":
             state = stack.pop()
-            if isinstance(stack[-1], Opaque):
-                stack[-1].state = state
-            elif not isinstance(stack[-1], dict):  # an OrderedDict's attributes (_metadata) are of no interest
-                stack[-1] = Opaque(f"a {type(stack[-1]).__name__} with attributes", stack[-1], state)
-        elif op in ("BINPERSID", "PERSID"):
-            stack.append(self.storage(stack.pop() if op == "BINPERSID" else argument))
+            if isinstance(target := stack[-1], Opaque):
+                target.state = state
+            elif not isinstance(target, dict):  # an OrderedDict's attributes (_metadata) are of no interest
+                stack[-1] = Opaque(f"a {type(target).__name__} with attributes", target, state)
         else:
             raise UserError(f"{self.archive.path}: opcode {op} has no place in a checkpoint")
+
+    def pop(self, count: int) -> list[Any]:
+        return [self.stack.pop() for _ in range(count)][::-1]
 
     def to_mark(self) -> list[Any]:
         items = []
         while (item := self.stack.pop()) is not _MARK:
             items.append(item)
         return items[::-1]
-
-    def add_items(self, target: Any, items: list[Any], to_set: bool) -> None:
-        if isinstance(target, Opaque):
-            target.items += items
-        elif to_set and isinstance(target, set):
-            target.update(map(_key, items))
-        elif not to_set and isinstance(target, list):
-            target.extend(items)
-        else:
-            raise TypeError(f"items for a {type(target).__name__}")
-
-    def set_items(self, target: Any, items: list[Any]) -> None:
-        if len(items) % 2:
-            raise ValueError("a key without a value")
-        pairs = list(zip(items[::2], items[1::2], strict=True))
-        if isinstance(target, Opaque):
-            target.items += pairs
-        elif isinstance(target, dict):
-            target.update((_key(key), value) for key, value in pairs)
-        else:
-            raise TypeError(f"keys for a {type(target).__name__}")
 
     def name(self, module: Any, name: Any) -> _Global:
         if not isinstance(module, str) or not isinstance(name, str):
@@ -364,11 +272,57 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
 
 
+def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:
+    if len(items) % 2:
+        raise ValueError("a key without a value")
+    return list(zip(items[::2], items[1::2], strict=True))
+
+
 def _key(value: Any) -> Any:
-    """What may be a key: scalars, text, inert names, and flat tuples of scalars (deep ones take for ever to hash)."""
+    """What may be a key: scalars, text, inert names, and flat tuples of scalars (hashing deep ones takes forever)."""
     plain = (str, int, float, bool, bytes, type(None))
     if isinstance(value, (*plain, Opaque, _Global)) or (
         isinstance(value, tuple) and all(isinstance(item, plain) for item in value)
     ):
         return value
     raise TypeError(f"a {type(value).__name__} as a key")
+
+
+def _made(kind: Any, *arguments: Any) -> Opaque:
+    return Opaque(str(kind), arguments)
+
+
+# Opcodes that push one value, made from the argument and what they take off the stack.
+_PUSHED: dict[str, Callable[[_Machine, Any], Any]] = {
+    "NONE": lambda machine, _: None,
+    "NEWTRUE": lambda machine, _: True,
+    "NEWFALSE": lambda machine, _: False,
+    "MARK": lambda machine, _: _MARK,
+    "DUP": lambda machine, _: machine.stack[-1],
+    "EMPTY_LIST": lambda machine, _: [],
+    "EMPTY_DICT": lambda machine, _: {},
+    "EMPTY_SET": lambda machine, _: set(),
+    "EMPTY_TUPLE": lambda machine, _: (),
+    "LIST": lambda machine, _: machine.to_mark(),
+    "TUPLE": lambda machine, _: tuple(machine.to_mark()),
+    "TUPLE1": lambda machine, _: tuple(machine.pop(1)),
+    "TUPLE2": lambda machine, _: tuple(machine.pop(2)),
+    "TUPLE3": lambda machine, _: tuple(machine.pop(3)),
+    "FROZENSET": lambda machine, _: frozenset(map(_key, machine.to_mark())),
+    "DICT": lambda machine, _: {_key(key): value for key, value in _pairs(machine.to_mark())},
+    "GLOBAL": lambda machine, name: machine.name(*name.split(" ", 1)),
+    "STACK_GLOBAL": lambda machine, _: machine.name(*machine.pop(2)),
+    "REDUCE": lambda machine, _: machine.reduce(*machine.pop(2)),
+    "NEWOBJ": lambda machine, _: _made(*machine.pop(2)),
+    "NEWOBJ_EX": lambda machine, _: _made(*machine.pop(3)),
+    "OBJ": lambda machine, _: _made(*machine.to_mark()),
+    "INST": lambda machine, name: _made(machine.name(*name.split(" ", 1)), *machine.to_mark()),
+    "PERSID": lambda machine, identity: machine.storage(identity),
+    "BINPERSID": lambda machine, _: machine.storage(machine.stack.pop()),
+}
+_PUSHED |= dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda machine, at: machine.memo[at])
+_PUSHED |= dict.fromkeys(
+    ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING",
+     "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES",
+     "BINBYTES8", "BYTEARRAY8"), lambda machine, literal: literal
+)  # fmt: skip

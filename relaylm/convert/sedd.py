@@ -1,24 +1,17 @@
 r"""SEDD (louaaron/sedd-small, sedd-medium): a score, turned into the denoising distribution.
 
 SEDD's network is MDLM's with time conditioning, and its tensors have no prefix. What differs is the meaning of its
-output. For a row x with a mask at position l, the concrete score is the ratio of two marginals at noise level sigma,
+output. For a row x with a mask at position l, the concrete score is a ratio of two marginals at noise level sigma. Each
+token survives with probability e^-sigma, else it is masked, so with the other positions held fixed
 
-    s(x)_v = p_sigma(x with v at l) / p_sigma(x).
-
-Each token survives with probability e^-sigma, else it is masked, so that with x's other positions held fixed the
-ratio is
-
-    s(x)_v = e^-sigma / (1 - e^-sigma) * p(x0_l = v | x unmasked so far) = p(x0_l = v | x) / (e^sigma - 1).
+    s(x)_v = p_sigma(x with v at l) / p_sigma(x) = p(x0_l = v | x) e^-sigma / (1 - e^-sigma)
+           = p(x0_l = v | x) / (e^sigma - 1).
 
 The denoising distribution is therefore proportional to the score over all v but the mask, whatever sigma is. The
 network gives out_v with log s_v = out_v - log(e^sigma - 1) - log(V - 1) (`scale_by_sigma`, as published; V counts the
-mask), so
-
-    p(x0_l = v | x) = exp(out_v) / (V - 1),      and after normalising      p = softmax(out without the mask's column):
-
-the raw outputs serve as logits, and the sampler never writes the mask. A trained score need not add up to one: what
-is divided away is the normaliser Z = sum_v exp(out_v) / (V - 1), which `normaliser` reports (log Z = 0 for an exact
-score).
+mask), so p(x0_l = v | x) = exp(out_v) / (V - 1): the raw outputs serve as logits, and the sampler never writes the
+mask. A trained score need not add up to one: what is divided away is the normaliser Z = sum_v exp(out_v) / (V - 1),
+which `probe` reports (log Z = 0 for an exact score).
 
 The network is conditioned on sigma(t) = -log(1 - 0.999 t), SEDD's log-linear noise, which is `Transformer`'s own.
 """
@@ -33,9 +26,11 @@ import torch
 from torch import Tensor
 
 from relaylm.convert import mdlm
-from relaylm.convert.tensors import Found, Options, from_safetensors, read_json, weight_files, whole
-from relaylm.denoiser import Architecture, Transformer
+from relaylm.convert.tensors import Found, Options, number
+from relaylm.convert.weights import open_weights
 from relaylm.errors import UserError
+from relaylm.files import read_object
+from relaylm.models.denoiser import Architecture, Transformer
 
 
 def is_config(config: dict[str, Any]) -> bool:
@@ -44,26 +39,25 @@ def is_config(config: dict[str, Any]) -> bool:
 
 
 def open_folder(folder: Path, name: str, options: Options) -> Found:
+    """SEDD as it lies on the hub: config.json and safetensors or pytorch_model.bin."""
     path = folder / "config.json"
-    config = read_json(path)
+    config = read_object(path)
     graph, noise, model = config["graph"], config.get("noise") or {}, config["model"]
     if graph.get("type") != "absorb":
         raise UserError(f"{folder} is a SEDD over the graph {graph.get('type')!r}: only 'absorb' has a mask")
     if noise.get("type", "loglinear") != "loglinear":
         raise UserError(f"{folder} is a SEDD with noise {noise.get('type')!r}: relaylm knows its log-linear noise only")
     architecture = Architecture(
-        vocab_size=whole(config["tokens"], "tokens", path) + 1,
-        length=options.length or whole(model.get("length", 1024), "length", path),
-        width=whole(model.get("hidden_size"), "hidden_size", path),
-        depth=whole(model.get("n_blocks"), "n_blocks", path),
-        heads=options.heads or whole(model.get("n_heads"), "n_heads", path),
+        vocab_size=number(config, "tokens", path) + 1,
+        length=options.length or number(model, "length", path, 1024),
+        width=number(model, "hidden_size", path),
+        depth=number(model, "n_blocks", path),
+        heads=options.heads or number(model, "n_heads", path),
         adaln=True,
         time_conditioning=True,
-        cond_dim=whole(model.get("cond_dim", 128), "cond_dim", path),
+        cond_dim=number(model, "cond_dim", path, 128),
     )
-    files = weight_files(folder)
-    tensors = from_safetensors(files) if files else mdlm._flat(folder / "pytorch_model.bin")
-    mdlm.check_frequencies(tensors, architecture, folder)
+    tensors, files = open_weights(folder)
     meta = {"scale_by_sigma": bool(model.get("scale_by_sigma", True))}
     return mdlm.found("sedd", name, architecture, tensors, "", folder, files, meta)
 

@@ -19,23 +19,23 @@ mask.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relaylm.convert import mdlm
-from relaylm.convert.tensors import Found, Lazy, Options, Shapes, check, count, dtype_name, from_safetensors
-from relaylm.denoiser import rotate
+from relaylm.convert.tensors import Found, Options, Shapes, blocks_of, count, shape_of
+from relaylm.convert.weights import open_weights
 from relaylm.errors import UserError
+from relaylm.models.compat import pick_dtype
+from relaylm.models.denoiser import check_tensors
+from relaylm.models.layers import attend, take
 
 LENGTH = 2048
-MARK = "transformer.h.0.attn.attn.weight"
 
 # The published sizes, in millions of parameters: (blocks, heads, width, hidden width of the MLP).
 SIZES = {
@@ -53,47 +53,41 @@ _HEADS = {(blocks, width, hidden): heads for blocks, heads, width, hidden in SIZ
 
 @dataclass(frozen=True)
 class Size:
+    """The numbers that determine a network's tensors."""
+
     depth: int
     heads: int
     width: int
     hidden: int
-    symbols: int = 32_000  # without the mask
+    vocab_size: int = 32_001  # with the mask, the last id, which has no logit
     length: int = LENGTH
+    time_conditioning: ClassVar[bool] = False
 
-    @classmethod
-    def published(cls, millions: int) -> Size:
-        if millions not in SIZES:
-            raise UserError(f"SMDM has no size of {millions}M: the sizes are {', '.join(map(str, sorted(SIZES)))}")
-        return cls(*SIZES[millions])
+    @property
+    def mask_id(self) -> int:
+        """The last id, which is also the number of other symbols."""
+        return self.vocab_size - 1
 
 
 def layout(size: Size) -> Shapes:
     """Names and shapes of the published file."""
     e, f = size.width, size.hidden
-    shapes: Shapes = {"lm_head.weight": (size.symbols, e), "transformer.wte.weight": (size.symbols + 1, e)}
+    shapes: Shapes = {"lm_head.weight": (size.mask_id, e), "transformer.wte.weight": (size.vocab_size, e)}
     for i in range(size.depth):
         p = f"transformer.h.{i}."
-        shapes |= {
-            p + "norm_1.weight": (e,),
-            p + "attn.attn.weight": (3 * e, e),
-            p + "attn.proj.weight": (e, e),
-            p + "norm_2.weight": (e,),
-            p + "mlp.swiglu.w1.weight": (f, e),
-            p + "mlp.swiglu.w2.weight": (f, e),
-            p + "mlp.swiglu.w3.weight": (e, f),
-        }
+        shapes |= {p + "norm_1.weight": (e,), p + "attn.attn.weight": (3 * e, e), p + "attn.proj.weight": (e, e)}
+        shapes |= {p + "norm_2.weight": (e,), p + "mlp.swiglu.w1.weight": (f, e), p + "mlp.swiglu.w2.weight": (f, e)}
+        shapes[p + "mlp.swiglu.w3.weight"] = (e, f)
     return shapes | {"transformer.ln_f.weight": (e,)}
 
 
 def open_file(path: Path, name: str, options: Options) -> Found:
-    tensors = from_safetensors([path]) if path.suffix == ".safetensors" else mdlm._flat(path)
-    tensors = {str(key).removeprefix("_orig_mod."): value for key, value in tensors.items()}
+    """One of the published files, safetensors or .pth."""
+    tensors = {str(key).removeprefix("_orig_mod."): value for key, value in open_weights(path)[0].items()}
     size = infer(tensors, options, path)
-    check(tensors, layout(size), path)
+    check_tensors(tensors, layout(size), path)
 
     def make(device: torch.device, dtype: torch.dtype | None, fold: bool) -> Smdm:
-        from relaylm.members import pick_dtype
-
         chosen = pick_dtype(dtype, device)
         wide = torch.float64 if chosen == torch.float64 else torch.float32
         model = Smdm(size, {key: tensors[key].read().to(wide) for key in layout(size)})
@@ -102,39 +96,22 @@ def open_file(path: Path, name: str, options: Options) -> Found:
     return Found(
         format="smdm",
         name=name,
-        vocab_size=size.symbols + 1,
-        mask_id=size.symbols,
-        length=size.length,
-        depth=size.depth,
-        width=size.width,
-        heads=size.heads,
+        shape=size,
         parameters=count(layout(size)),
-        bytes=sum(lazy.bytes for lazy in tensors.values()),
-        dtype=dtype_name(tensors.values()),
-        time_conditioning=False,
-        storable=False,
-        files=[path],
+        tensors=tensors,
         build=make,
+        files=[path],
     )
 
 
 def infer(tensors: Mapping[str, Any], options: Options, where: Path) -> Size:
     """The size from the shapes; the heads from the table of published sizes."""
-
-    def shape(key: str, dims: int = 2) -> tuple[int, ...]:
-        value = tensors.get(key)
-        if not isinstance(value, Lazy) or len(value.shape) != dims:
-            raise UserError(f"{where}: tensor {key} is missing or not a {'matrix' if dims == 2 else 'vector'}")
-        return value.shape
-
-    (width,) = shape("transformer.ln_f.weight", 1)
-    rows, columns = shape("lm_head.weight")
-    symbols = rows if columns == width else shape("transformer.wte.weight")[0] - 1  # transposed: `check` will name it
-    blocks = {int(match.group(1)) for key in tensors if (match := re.match(r"transformer\.h\.(\d+)\.", str(key)))}
-    depth = max(blocks, default=-1) + 1
-    hidden = next((max(shape(key)) for key in tensors if str(key).endswith("mlp.swiglu.w1.weight")), 0)
-    if not depth or not hidden:
-        raise UserError(f"{where}: tensor {MARK} or transformer.h.0.mlp.swiglu.w1.weight is missing: not SMDM's layout")
+    (width,) = shape_of(tensors, "transformer.ln_f.weight", 1, where)
+    rows, columns = shape_of(tensors, "lm_head.weight", 2, where)
+    if columns != width:  # transposed, which `check_tensors` will name
+        rows = shape_of(tensors, "transformer.wte.weight", 2, where)[0] - 1
+    depth = blocks_of(tensors, "transformer.h.")
+    hidden = max(shape_of(tensors, "transformer.h.0.mlp.swiglu.w1.weight", 2, where))
     heads = options.heads or _HEADS.get((depth, width, hidden))
     if heads is None:
         raise UserError(
@@ -143,7 +120,7 @@ def infer(tensors: Mapping[str, Any], options: Options, where: Path) -> Size:
         )
     if width % (2 * heads):
         raise UserError(f"{where}: the width ({width}) must be a multiple of twice the heads ({heads})")
-    return Size(depth, heads, width, hidden, symbols, options.length or LENGTH)
+    return Size(depth, heads, width, hidden, rows + 1, options.length or LENGTH)
 
 
 class _Block(nn.Module):
@@ -159,38 +136,24 @@ class _Block(nn.Module):
         self.up = nn.Parameter(state[prefix + "mlp.swiglu.w2.weight"])
         self.down = nn.Parameter(state[prefix + "mlp.swiglu.w3.weight"])
 
-    def _split(self, x_BLX: Tensor, parts: int) -> list[Tensor]:
-        b, length, _ = x_BLX.shape
-        x = x_BLX.view(b, length, parts, self.heads, -1)
-        return [x[:, :, i].transpose(1, 2) for i in range(parts)]
-
-    def forward(self, x_BLD: Tensor, cos_LR: Tensor, sin_LR: Tensor, positions_BK: Tensor | None) -> Tensor:
+    def forward(self, x_BLD: Tensor, angles: tuple[Tensor, Tensor], positions_BK: Tensor | None) -> Tensor:
         """One block; with positions, keys and values everywhere but the rest only there, (B, K, D)."""
-        width = x_BLD.shape[-1]
-        h = _norm(x_BLD, self.norm_1).to(self.qkv.dtype)
-        if positions_BK is None:
-            q, k, v = self._split(F.linear(h, self.qkv), 3)
-            q = rotate(q, cos_LR, sin_LR)
-        else:
-            h_BKD, x_BLD = _take(h, positions_BK), _take(x_BLD, positions_BK)
-            (q,) = self._split(F.linear(h_BKD, self.qkv[:width]), 1)
-            k, v = self._split(F.linear(h, self.qkv[width:]), 2)
-            q = rotate(q, cos_LR[positions_BK][:, None], sin_LR[positions_BK][:, None])
-        attended = F.scaled_dot_product_attention(q, rotate(k, cos_LR, sin_LR), v)
-        x = x_BLD + F.linear(attended.transpose(1, 2).flatten(2), self.proj)
+        attended = attend(_norm(x_BLD, self.norm_1), self.qkv, None, self.heads, angles, positions_BK)
+        x = x_BLD if positions_BK is None else take(x_BLD, positions_BK)
+        x = x + F.linear(attended, self.proj)
         h = _norm(x, self.norm_2).to(self.gate.dtype)
         return x + F.linear(F.silu(F.linear(h, self.gate)) * F.linear(h, self.up), self.down)
 
 
 class Smdm(nn.Module):
-    """The network, around given tensors. Residual stream, norms and head stay in float32 (float64 in tests); `cast`
-    puts the blocks' matrices in half precision."""
+    """The network, around given tensors. Residual stream, norms and head stay in float32 (float64 in tests)."""
 
     time_conditioning = False
 
     def __init__(self, size: Size, state: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.architecture = size
+        self.vocab_size, self.mask_id, self.depth = size.vocab_size, size.mask_id, size.depth
         self.wte = nn.Parameter(state["transformer.wte.weight"])
         self.h = nn.ModuleList([_Block(size, state, f"transformer.h.{i}.") for i in range(size.depth)])
         self.ln_f = nn.Parameter(state["transformer.ln_f.weight"])
@@ -199,22 +162,12 @@ class Smdm(nn.Module):
         self.eval().requires_grad_(False)
 
     @property
-    def vocab_size(self) -> int:
-        return self.architecture.symbols + 1
-
-    @property
-    def mask_id(self) -> int:
-        return self.architecture.symbols
-
-    @property
-    def depth(self) -> int:
-        return self.architecture.depth
-
-    @property
     def device(self) -> torch.device:
+        """Where it computes."""
         return self.wte.device
 
     def cast(self, dtype: torch.dtype) -> Smdm:
+        """Put the blocks' matrices in half precision."""
         for block in self.h:
             for matrix in (block.qkv, block.proj, block.gate, block.up, block.down):
                 matrix.data = matrix.data.to(dtype)
@@ -222,28 +175,28 @@ class Smdm(nn.Module):
 
     def flops(self, length: int, positions: int | None = None) -> float:
         """As `cost.call_flops`, for an MLP of three matrices and an output without the mask."""
-        s = self.architecture
+        s, k = self.architecture, length if positions is None else positions
         block = 2 * length * (4 * s.width**2 + 3 * s.width * s.hidden) + 4 * length**2 * s.width
-        if positions is None:
-            return float(s.depth * block + 2 * length * s.width * s.symbols)
-        last = 4 * length * s.width**2 + 2 * positions * (2 * s.width**2 + 3 * s.width * s.hidden)
-        last += 4 * positions * length * s.width
-        return float((s.depth - 1) * block + last + 2 * positions * s.width * s.symbols)
+        last = 4 * length * s.width**2 + 2 * k * (2 * s.width**2 + 3 * s.width * s.hidden) + 4 * k * length * s.width
+        return float((s.depth - 1) * block + last + 2 * k * s.width * s.mask_id)
 
     def logits(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
+        """Logits (B, L, V) at every position."""
         return self.head(self.hidden_at(tokens_BL, t_B, None))
 
     def logits_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> Tensor:
+        """Logits (B, K, V) at K positions of each row."""
         return self.head(self.hidden_at(tokens_BL, t_B, positions_BK))
 
     def hidden_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor | None) -> Tensor:
+        """The residual stream (B, K, D) at the positions, or everywhere."""
         x = F.embedding(tokens_BL, self.wte)
-        cos_LR, sin_LR = self.angles(tokens_BL.shape[1])
         for i, block in enumerate(self.h):
-            x = block(x, cos_LR, sin_LR, positions_BK if i == len(self.h) - 1 else None)
+            x = block(x, self.angles(tokens_BL.shape[1]), positions_BK if i == len(self.h) - 1 else None)
         return x
 
     def head(self, x_KD: Tensor, t_B: Tensor | None = None) -> Tensor:
+        """Logits of any rows of the residual stream; the mask's is -inf."""
         logits = F.linear(_norm(x_KD, self.ln_f), self.lm_head)
         return F.pad(logits, (0, 1), value=-torch.inf)
 
@@ -262,7 +215,3 @@ class Smdm(nn.Module):
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
     x = x.to(weight.dtype)
     return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + 1e-5) * weight
-
-
-def _take(x_BLD: Tensor, positions_BK: Tensor) -> Tensor:
-    return x_BLD.gather(1, positions_BK[..., None].expand(-1, -1, x_BLD.shape[-1]))

@@ -1,0 +1,268 @@
+"""Tables of the documents, from the records under results/. Each function takes that folder and returns Markdown."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import paper_cost
+
+from relaylm.core.schedule import Spacing
+from relaylm.core.spacing import expected_calls
+from relaylm.studies.paper.document import markdown_table
+
+FAMILIES = {
+    "wiki-char": "Wikipedia in 27 symbols, length 256",
+    "books-char": "novels in 27 symbols, length 128",
+    "wiki-bpe": "Wikipedia articles, 8,192 BPE entries, length 256 (an earlier training than the bundled one)",
+}
+SCHEDULES = {
+    "heavy": "12 blocks",
+    "sandwich:25%": "sandwich: a quarter of the steps by 4 blocks",
+    "8b": "8 blocks",
+    "sandwich:50%": "sandwich: half of the steps by 4 blocks",
+    "light": "4 blocks",
+}
+
+
+def _load(records: Path, name: str) -> dict[str, Any]:
+    return dict(json.loads((records / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> str:
+    return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def _hundredths(value: float, ci: Sequence[float], digits: int = 1) -> str:
+    """A loss with its interval, in hundredths."""
+    value, low, high = (100 * v for v in (value, *ci))
+    return f"{value:+.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def reported(records: Path, name: str, columns: Mapping[str, str], **where: str) -> str:
+    """A table of the recorded report: some of its columns, by new titles, and the rows where columns have a value."""
+    with (records / "reproduce" / "tables" / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if all(row[key] == value for key, value in where.items())]
+    return _table([{title: row[key] for key, title in columns.items()} for row in rows])
+
+
+# ------------------------------------------------------------------------------------------------ spacing
+
+
+def spacing(records: Path) -> str:
+    """What plans lose in likelihood on the bundled tokens, measured and predicted."""
+    found = _load(records, "spacing/wiki-bpe")
+    length, rows = 512, []
+    for plan in found["plans"]:
+        kind, _, what = plan["plan"].partition(":")
+        if kind == "spaced":
+            calls, label = expected_calls(length, Spacing.parse(what)), f"`{plan['plan']}`"
+        else:
+            steps = float(what)
+            calls = length if math.isinf(steps) else steps * (1 - (1 - 1 / steps) ** length)
+            label = f"T = {'infinity' if math.isinf(steps) else what}, uniform steps"
+        low, high = plan["loss_ci"]
+        loss = "0" if plan is found["plans"][0] else f"{plan['loss']:+.2f} ({low:.2f} to {high:.2f})"
+        rows.append((calls, {"plan": label, "calls a row": f"{calls:.0f}", "loss (95%)": loss}))
+    return _table([row for _, row in sorted(rows, key=lambda row: -row[0])])
+
+
+# ------------------------------------------------------------------------------------------------ speed
+
+
+def speed(records: Path) -> str:
+    """The engine against MDLM's sampler."""
+    found = _load(records, "bench/h200")
+    rows = []
+    for which, title in (("", "12 blocks"), ("_light", "4 blocks")):
+        theirs, ours = (found[f"{key}{which}_ms_per_row_step"] for key in ("reference", "engine"))
+        compiled = "" if which else f"{found['reference_compiled_ms_per_row_step']:.2f}"
+        cells = {"milliseconds per row and step": title, "MDLM's sampler": f"{theirs:.2f}", "compiled": compiled}
+        rows.append({**cells, "relaylm": f"{ours:.3g}", "times faster": f"**{theirs / ours:.1f}**"})
+    return _table(rows)
+
+
+def bench(records: Path) -> str:
+    """What else the benchmark measured, on a GPU and on a CPU."""
+    columns = []
+    for name, machine in (("h200", "one H200"), ("cpu", "two CPU cores")):
+        f = _load(records, f"bench/{name}")
+        size, slope, memory = f["settings"], f["slope"], f["peak_memory_engine"]
+        light, theirs = (
+            f[f"{key}_light_ms_per_row_step"] / f[f"{key}_ms_per_row_step"] for key in ("engine", "reference")
+        )
+        cells = {"": machine, "width, length, T": f"{size['width']}, {size['length']}, {size['steps']}"}
+        cells["times faster than MDLM's sampler: 12 blocks, 4 blocks"] = f"{f['speedup']:.1f}, {f['speedup_light']:.1f}"
+        cells["than its cached, its compiled form"] = f"{f['speedup_over_cache']:.1f}, {f['speedup_over_compiled']:.1f}"
+        cells["cost of a call of 4 blocks, of 12"] = f"{light:.1%} (MDLM's sampler: {theirs:.1%})"
+        low, high = slope["ci"]
+        cells["share of time saved by a light share of 1"] = f"{slope['value']:.3f} ({low:.3f} to {high:.3f})"
+        cells["rate, of the largest matrix products"] = (
+            f"{f['fraction_of_limit']:.0%} of {f['matmul_tflops']:.3g} TFLOP/s"
+        )
+        cells["peak memory, of MDLM's sampler"] = f"{memory / f['peak_memory_reference']:.1%}" if memory else ""
+        cells["mean KL to the float32 network, nats"] = f"{f['kl_to_fp32']:.1e}"
+        cells["tokens a second"] = f"{f['engine_tokens_per_s']:,.0f}"
+        cells["of a causal model with a KV cache, at its best batch"] = f"{f['ar_tokens_per_s']['best']:,.0f}"
+        columns.append(cells)
+    head, *rows = ([key, *(cells[key] for cells in columns)] for key in columns[0])
+    return markdown_table(head, rows)
+
+
+def kernels(records: Path) -> str:
+    """Where a call of the blocks spends its time, per row, and the rate of each kind of product."""
+    found = _load(records, "bench/h200")
+    parts, length, width = found["breakdown"], found["settings"]["length"], found["settings"]["width"]
+    square = 2 * length * width**2  # operations of a row's product with a square matrix
+    # In 11 blocks; the first one's queries, keys and values come from a table and its attention's output is not added
+    # in place; of the last one only keys are made.
+    flops = {
+        "nvjet_sm90_tss_192x192": ("products that add to the residual stream (cuBLAS)", (10 + 11 * 4) * square),
+        "_twice_gelu": ("MLP up, with GELU (Triton)", 11 * 4 * square),
+        "cudnn": ("attention, heads of 64 (cuDNN)", 11 * 4 * length**2 * width),
+        "_rotated": ("queries, keys and values, with rotation (Triton)", (10 * 3 + 1) * square),
+        "_norm": ("norms", 0),
+    }
+    rows = []
+    for start, (what, operations) in flops.items():
+        us = next(k["microseconds"] for k in parts["kernels"] if k["name"].startswith(start)) / parts["kernels_rows"]
+        rate, beyond = operations / us / 1e6, us - operations / found["matmul_tflops"] / 1e6
+        cells = {"kernel": what, "µs": f"{us:.0f}", "TFLOP/s": f"{rate:.0f}" if rate else ""}
+        rows.append({**cells, "µs beyond the limit": f"{beyond:.0f}"})
+    places = {"blocks": "in the blocks", "head": "in the head", "drawing": "in the draw", "host": "on the host"}
+    shares = ", ".join(f"{parts[key]:.1%} {place}" for key, place in places.items())
+    return f"Of the wall time {shares}. A call of the blocks, per row:\n\n{_table(rows)}"
+
+
+# ------------------------------------------------------------------------------------------------ schedules and rules
+
+
+def quality(records: Path) -> str:
+    """Cost and quality of five schedules of the bundled family, and of two in an eighth of the steps."""
+    found = {
+        (r["schedule"], r["dial"]): r for r in _load(records, "compose/wiki-char")["rows"] if r["line"] == "ancestral"
+    }
+    rows = []
+    for steps, names in ((256, list(SCHEDULES)), (32, ["heavy", "light"])):
+        for name in names:
+            row, most = found[name, f"T={steps}"], found["heavy", "T=256"]
+            low, high = row["gen_ppl_ci"]
+            cells = {"steps by": SCHEDULES[name], "steps": str(steps), "FLOPs": f"{row['flops'] / most['flops']:.0%}"}
+            cells |= {"perplexity (95%)": f"{row['gen_ppl']:.2f} ± {(high - low) / 2:.2f}"}
+            rows.append({**cells, "entropy of words": f"{row['word_entropy']:.2f}"})
+    return _table(rows)
+
+
+def rules(records: Path) -> str:
+    """Each decoding rule with the heavy model alone, on two families, beside held-out text."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for name in ("wiki-char", "wiki-bpe"):
+        found = _load(records, f"compose/{name}")
+        text = {**found["heldout"], "line": "held-out text", "dial": "", "calls": 0}
+        for row in [*(row for row in found["rows"] if row["schedule"] == "heavy"), text]:
+            cells = rows.setdefault((row["line"], row["dial"]), {"rule": row["line"], "dial": row["dial"]})
+            cells[f"{name}: perplexity"] = f"{row['gen_ppl']:.2f}"
+            cells[f"{name}: entropy of words"] = f"{row['word_entropy']:.3f}"
+            cells[f"{name}: calls"] = f"{row['calls'] / found['n']:.0f}" if row["calls"] else ""
+    return _table(list(rows.values()))
+
+
+def equal_compute(records: Path) -> str:
+    """Extra log-perplexity of the sandwich, of the tuner's best mixture and of single models, at three savings."""
+    rows = []
+    for family in FAMILIES:
+        for budget in _load(records, f"search/{family}")["all"]:
+            found = sorted(budget["rows"], key=lambda row: row["against_heavy"]["difference"])
+            loss = {
+                r["schedule"]: _hundredths(r["against_heavy"]["difference"], r["against_heavy"]["ci"]) for r in found
+            }
+            sandwich = next(row for row in found if row["what"] == "sandwich")
+            mixed = next(row for row in found if row["kind"] == "mixed")
+            alone = [row for row in found if row["kind"] == "rival" and row is not sandwich]
+            heavy = next(row for row in alone if row["schedule"].startswith("12b:"))
+            other = next(row for row in alone if row is not heavy)
+            name, steps = other["what"].replace("b alone", " blocks"), heavy["schedule"].removeprefix("12b:")
+            name += f" ({other['saved']:.0%} saved)" if other["saved"] > budget["saved"] + 0.03 else ""
+            cells = {"family": f"`{family}`", "FLOPs saved": f"{budget['saved']:.0%}"}
+            cells |= {"sandwich of 4 and 12 blocks": loss[sandwich["schedule"]]}
+            cells |= {"best mixture of the tuner": loss[mixed["schedule"]]}
+            cells |= {"12 blocks in fewer steps": f"{steps} steps: {loss[heavy['schedule']]}"}
+            rows.append({**cells, "one smaller model": f"{name}: {loss[other['schedule']]}"})
+    return _table(rows)
+
+
+def tuner(records: Path) -> str:
+    """The tuner against the winner of all 210 placements, on fresh rows."""
+    rows = []
+    for family in FAMILIES:
+        found = _load(records, f"search/{family}")["two"]
+        for schedule in dict.fromkeys(run["schedule"] for run in found["tune"]):
+            runs = [run for run in found["tune"] if run["schedule"] == schedule]
+            beside = runs[0]["against_winner"], found["worst_against_winner"]
+            against, worst = (_hundredths(item["difference"], item["ci"]) for item in beside)
+            cells = {"family": f"`{family}`", "winner of the 210": f"`{found['winner']['schedule']}`"}
+            cells |= {"the worst against it": worst, "calls of the tree": f"{found['calls']['ratio']:.0%}"}
+            cells |= {"tuner": f"`{schedule}`", "seeds": f"{len(runs)} of {len(found['tune'])}"}
+            cells |= {"its calls": f"{max(run['calls_of_naive_search'] for run in runs):.0%}"}
+            rows.append({**cells, "against the winner": against})
+    return _table(rows)
+
+
+def lengths(records: Path) -> str:
+    """What a sixth of the FLOPs costs in the likelihood bound, by length."""
+    kinds = {"steps": "12 blocks in fewer steps", "sandwich": "sandwich"}
+    kinds |= {"first": "4 blocks for the first eighth, then fewer steps"}
+    rows = []
+    for family in FAMILIES:
+        for row in _load(records, f"search/{family}-lengths")["lengths"]:
+            loss = {title: _hundredths(row[kind]["loss"], row[kind]["ci"], 2) for kind, title in kinds.items()}
+            rows.append({"family": f"`{family}`", "positions": str(row["length"]), **loss})
+    return _table(rows)
+
+
+# ------------------------------------------------------------------------------------------------ training, the paper
+
+
+def training(records: Path) -> str:
+    """Held-out bits per symbol of three families."""
+    rows = []
+    for family, text in FAMILIES.items():
+        models = _load(records, f"train/{family}")["models"]
+        names = {"4 blocks": "4b", "8 blocks": "8b", "12 blocks": "12b", "judge": "judge"}
+        bits = {title: f"{models[name]['heldout']['bits']:.3f}" for title, name in names.items()}
+        symbols = f"{models['12b']['tokens'] / 1e6:.0f}M"
+        rows.append({"preset": f"`{family}`", "text": text, "symbols": symbols, **bits})
+    return _table(rows)
+
+
+def judges(records: Path) -> str:
+    """How far two judges agree."""
+    found = _load(records, "judges/wiki-char")
+    tau, (low, high) = found["kendall_tau"]["value"], found["kendall_tau"]["ci"]
+    return (
+        f"On {found['n']} samples of each of the seven hand-made schedules Kendall's tau of the two orders is "
+        f"{tau:.2f} ({low:.2f} to {high:.2f}), and they put {len(found['differ'])} of {len(found['pairs'])} pairs of "
+        "schedules in opposite orders, each significantly."
+    )
+
+
+def cost(records: Path) -> str:
+    """What the paper's experiments cost at the paper's size."""
+    bench, entries = _load(records, "bench/h200"), _load(records, "train/throughput")["entries"]
+    titles = {"owt": "OpenWebText family, 4 to 12 blocks and a second 12", "lm1b": "LM1B family, the same"}
+    rows = []
+    for preset, title in titles.items():
+        found = paper_cost.training_hours(preset, entries)
+        cells = {"training": title, "H200-hours": f"{found['total']:,.0f}"}
+        rows.append({**cells, "at a utilisation of": f"{found['utilisation']:.0%} ({found['source']})"})
+    hours = paper_cost.sampling_hours(bench)
+    hours["**all**"] = {key: sum(both[key] for both in hours.values()) for key in ("mdlm", "engine")}
+    head = ["sampling", "MDLM's sampler, H200-hours", "relaylm, H200-hours"]
+    body = [[name, f"{both['mdlm']:.1f}", f"{both['engine']:.2f}"] for name, both in hours.items()]
+    further = ", ".join(f"{name} {value:.1f}" for name, value in paper_cost.further_hours(bench).items())
+    text = f"Beside these, which are the paper's, `--scale paper` runs, in H200-hours: {further}."
+    return f"{_table(rows)}\n\n{markdown_table(head, body)}\n\n{text}"

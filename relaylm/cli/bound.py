@@ -1,0 +1,70 @@
+"""Likelihood bound on a text. Example: relaylm bound --text heldout.txt"""
+
+import argparse
+from typing import Any
+
+from relaylm.cli import tools
+from relaylm.cli.options import add_shared, positive, steps_type
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags."""
+    add = parser.add_argument
+    add_shared(parser, "family")
+    add("--text", metavar="FILE", help="plain, .xz or .gz (default: the one that comes with the family)")
+    add("--model", help="which model (default: each)")
+    add("--schedule", help="of a schedule, in --steps steps, instead of single models")
+    add("-T", "--steps", type=steps_type, help="denoising steps of the schedule, or inf (default: the length)")
+    add("--rows", type=positive, default=256, help="windows of the text, evenly spread")
+    add("--draws", type=positive, default=4, help="noise levels for each window")
+    add_shared(parser, "seed device")
+
+
+def run(args: argparse.Namespace) -> tools.Result:
+    """Show a bound in a line for each model, or for the schedule."""
+    from relaylm.measure.likelihood import bound
+
+    family = tools.load_family(args)
+    family.check_names([args.model] if args.model else [])
+    rows = tools.token_rows(family, args.text, family.length, args.rows)
+    options = {"draws": args.draws, "seed": args.seed, "device": family.device}
+    result: dict[str, Any] = {}
+    for name in () if args.schedule is not None else [args.model] if args.model else family.names:
+        with tools.progress(f"bound of {name}", "row") as bar:
+            found = bound(family[name], rows, mask_id=family.mask_id, on_rows=bar.report, **options)
+        result[name] = found.to_json()
+        tools.show(args, f"{name}: {found}")
+    if args.schedule is not None:
+        schedule, found = of_schedule(args, family, rows, options)
+        result[schedule] = found.to_json()
+    return tools.with_provenance({"bounds": result, "rows": len(rows)}, family, args)
+
+
+def of_schedule(args: argparse.Namespace, family: Any, rows: Any, options: dict[str, Any]) -> tuple[str, Any]:
+    """The schedule with its models' names, and its bound, which is shown."""
+    from relaylm.core.schedule import Schedule
+    from relaylm.measure.plan_likelihood import plan_bound
+    from relaylm.measure.schedule_likelihood import measure_table, schedule_bound
+
+    typed = tools.read_schedule(args.schedule)
+    schedule = Schedule.parse(typed).bind(*family.roles())
+    family.check_names(schedule.models)
+    models = {name: family[name] for name in schedule.models}
+    if schedule.spacing is not None:
+        spaced = plan_bound(
+            models,
+            schedule,
+            rows,
+            family.mask_id,
+            steps=args.steps,
+            seed=args.seed,
+            device=family.device,
+            progress=True,
+        )
+        tools.show(args, f"{typed}: {spaced}")
+        return str(schedule), spaced
+    with tools.progress("bound", "row") as bar:
+        table = measure_table(models, rows, family.mask_id, on_rows=bar.report, **options)
+    found = schedule_bound(table, schedule, args.steps or (None if schedule.steps is not None else family.length))
+    tools.show(args, f"{typed}: {found}")
+    return str(schedule), found

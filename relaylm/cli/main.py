@@ -1,0 +1,153 @@
+"""The command `relaylm`: its parser, config files, `--json` and exit codes.
+
+Each command is a module of its name: its docstring is the help, `add_arguments(parser)` defines the flags, `run(args)`
+does the work and returns the content of `--json`. Results go to standard output, progress and notes to standard error.
+Heavy imports are inside `run`, so `relaylm --help` does not import torch. It is plain argparse because `--config`
+reuses the flags' own types and checks.
+
+Exit codes: 0 done, 1 failed, 2 bad input (one line that says what was wrong and what is allowed), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import tomllib
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from relaylm import __version__
+from relaylm.cli.options import add_shared
+from relaylm.cli.tools import check_writable, note, write_text
+from relaylm.errors import UserError, reason
+
+COMMANDS = (
+    *("sample", "info", "ls", "compare", "compose", "cost", "importance", "pairs", "search"),
+    *("prepare", "train", "bound", "convert", "bench", "reproduce", "demo"),
+)
+DESCRIPTION = """\
+Masked diffusion language models whose denoisers take turns.
+
+A model schedule says which denoiser runs at which denoising step. In "L32 H192 L32" a light model (L) makes the first
+and the last 32 of 256 steps and a heavy one (H) the rest: cheaper than all-heavy, at little loss."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with its errors in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help with the default of every flag that has a value."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        bare = action.default in (None, "", [], argparse.SUPPRESS) or action.default is False
+        return action.help if bare else f"{action.help} (default: %(default)s)"
+
+
+def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """The parser of commands, whose modules are imported. `docs/reference.md` is made from that of all commands."""
+    parser = _Parser(prog="relaylm", description=DESCRIPTION, formatter_class=_Help)
+    parser.add_argument("--version", action="version", version=f"relaylm {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    for name in names:
+        module = import_module(f"relaylm.cli.{name}")
+        what, _, example = " ".join((module.__doc__ or name).split()).partition(" Example: ")
+        texts: dict[str, Any] = {"description": what, "epilog": f"example:\n  {example}"}
+        texts["help"] = what[0].lower() + what[1:].rstrip(".")
+        command = commands.add_parser(name, formatter_class=_Help, allow_abbrev=False, **texts)
+        module.add_arguments(command)
+        add_shared(command, "json config")
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def apply_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """The flags, with values from --config FILE for those the command line does not give."""
+    finder = _Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    config = finder.parse_known_args(argv)[0].config
+    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
+    if config is None or not argv or argv[0] not in commands:
+        return parser.parse_args(argv)
+    path = Path(config).expanduser()
+    try:
+        values = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"cannot read {path}: {reason(error)}") from None
+    flags = {a.option_strings[-1].lstrip("-"): a for a in commands[argv[0]]._actions if a.option_strings}
+    known = {name: flag for name, flag in flags.items() if name not in ("help", "config")}
+    words = []
+    for name, value in values.items():
+        action = known.get(name.replace("_", "-"))
+        if action is None:
+            raise UserError(f"{path} sets {name!r}, which relaylm {argv[0]} does not have: {', '.join(known)}")
+        flag = action.option_strings[-1]
+        if isinstance(action, argparse._StoreTrueAction):
+            if not isinstance(value, bool):
+                raise UserError(f"{path} sets {name} to {value!r}: it is true or false")
+            words += [flag] if value else []
+        elif isinstance(action, argparse._AppendAction):
+            words += [f"{flag}={text}" for text in (value if isinstance(value, list) else [value])]
+        else:
+            words += [f"{flag}={','.join(map(str, value)) if isinstance(value, list) else value}"]
+    # The command line comes last, so it wins.
+    return parser.parse_args([argv[0], *words, *argv[1:]])
+
+
+def write_json(path: str, value: Any) -> None:
+    """Valid JSON (infinity as text) to a file, or to standard output for -."""
+    text = json.dumps(_finite(value), indent=1, default=str, allow_nan=False) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        write_text(path, text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {math.inf: "inf", -math.inf: "-inf"}.get(value)
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = None
+    try:
+        args = apply_config(build_parser(argv[:1] if argv and argv[0] in COMMANDS else COMMANDS), argv)
+        if args.json is not None:
+            check_writable(args.json)
+        result = args.run(args)
+        if args.json is not None and os.environ.get("RANK", "0") == "0":
+            config = {key: value for key, value in vars(args).items() if key not in ("run", "json", "config")}
+            write_json(args.json, {"relaylm": __version__, "config": config, **result})
+    except UserError as error:
+        note(f"relaylm: {error}")
+        return 2
+    except KeyboardInterrupt:
+        kept = getattr(args, "store", None) is not None
+        note("relaylm: interrupted" + ("; run again with the same --store to go on" if kept else ""))
+        return 130
+    except BrokenPipeError:  # the reader of our output (a pager, head) has ended; that is no error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if os.environ.get("RELAYLM_DEBUG"):
+            raise
+        note(f"relaylm: failed: {type(error).__name__}: {reason(error)} (RELAYLM_DEBUG=1 shows where)")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

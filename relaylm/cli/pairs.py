@@ -1,0 +1,71 @@
+"""How much positions know of each other, by distance. Example: relaylm pairs --rows 16 --plot pairs.png"""
+
+import argparse
+
+from relaylm.cli import tools
+from relaylm.cli.options import add_shared, at_least_2, positive
+from relaylm.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags."""
+    add = parser.add_argument
+    add_shared(parser, "family")
+    add("--model", help="the denoiser to measure (default: the largest)")
+    add("--text", metavar="FILE", help="text to measure on (default: the family's held-out text)")
+    add("--samples", action="store_true", help="measure on rows that the model writes, not on text")
+    add("--rows", type=at_least_2, default=64, help="rows to measure on")
+    add_shared(parser, "length")
+    add("--max-loss", type=float, metavar="NATS", help="name the smallest spacing with at most this loss a position")
+    add("--calls", type=positive, help="name the largest spacing with at most so many calls a row")
+    add_shared(parser, "plot seed device")
+
+
+def run(args: argparse.Namespace) -> tools.Result:
+    """Measure the table, show it, and name spacings."""
+    import numpy as np
+
+    from relaylm.core.spacing import expected_calls, spread_over
+    from relaylm.measure import pairs
+    from relaylm.measure.likelihood import held_out, spread_rows
+
+    tools.check_plot(args.plot)
+    family = tools.load_family(args)
+    name, length = args.model or family.roles()[1], args.length or family.length
+    family.check_names((name,))
+    if args.samples:
+        from relaylm.sampling.sample import sample
+
+        rows = sample(family, name, args.rows, steps=length, length=length, seed=args.seed).tokens
+    else:
+        text = held_out(family, args.text)
+        if text is None:
+            raise UserError("there is no held-out text beside this family: give --text FILE, or --samples")
+        rows = spread_rows(np.asarray(text), length, args.rows)
+    table = pairs.measure_pairs(
+        family[name], rows, family.mask_id, seed=args.seed, device=family.device, name=name,
+        source="samples" if args.samples else "text", progress=True,
+    )  # fmt: skip
+    default = pairs.default_spacing(table, length)
+    chosen = {"as good as T = L": default}
+    if args.max_loss is not None:
+        chosen[f"loss at most {args.max_loss:g}"] = pairs.smallest_spacing(table, length, args.max_loss)
+    if args.calls is not None:
+        chosen[f"at most {args.calls} calls"] = spread_over(args.calls, length)
+    found = {
+        label: {
+            "spacing": str(spacing),
+            "calls": expected_calls(length, spacing),
+            "predicted_loss": pairs.spacing_loss(table, spacing, length),
+        }
+        for label, spacing in chosen.items()
+    }
+    tools.show(args, pairs.render(table) + "\n\n" + pairs.render_choices(found))
+    result = {**table.to_json(), "length": length, "uniform_loss": pairs.uniform_loss(table, length, length)}
+    about = {"family": {"name": family.name, "digest": family.digest}}
+    result = tools.with_provenance({**about, **result, "choices": found}, family, args)
+    if args.plot is not None:
+        from relaylm.show.figures import plot_pairs
+
+        tools.note(f"drawn: {plot_pairs(result, args.plot)}")
+    return result

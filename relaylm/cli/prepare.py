@@ -1,0 +1,32 @@
+"""Turn text into a token file. Example: relaylm prepare wiki.txt.xz corpus --tokenizer text8"""
+
+import argparse
+import sys
+
+from relaylm.cli import tools
+from relaylm.cli.options import positive
+from relaylm.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags."""
+    add = parser.add_argument
+    add("sources", nargs="+", help="texts (plain, .xz, .gz, .jsonl; hf:NAME is a dataset), then the folder to write")
+    add("--tokenizer", default="bytes", help="text8, bytes, bpe:SIZE (trained here), or a tokenizers JSON file")
+    add("--packing", default="running", choices=("running", "wrap", "pad"), help="how rows are cut from documents")
+    add("--length", type=positive, help="positions in a row, for wrap and pad")
+    add("--holdout", type=float, default=0.02, help="share at the end that is never trained on")
+    add("--license", default="", help="of the text; goes into model cards")
+
+
+def run(args: argparse.Namespace) -> tools.Result:
+    """Write the corpus and say how large it is."""
+    from relaylm.train.corpus import prepare
+
+    *sources, folder = args.sources
+    if not sources:
+        raise UserError("name at least one text and then the folder to write")
+    same = tools.chosen(args, "tokenizer packing length holdout")
+    corpus = prepare(sources, folder, licence=args.license, progress=sys.stderr.isatty(), **same)
+    tools.note(f"{folder}: {corpus.train.size:,} tokens to train on, {corpus.heldout.size:,} held out")
+    return {"folder": str(folder), "train": len(corpus.train), "heldout": len(corpus.heldout)}

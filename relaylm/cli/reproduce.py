@@ -1,0 +1,49 @@
+"""The paper's experiments on a family, and a verdict on each of its claims.
+Example: relaylm reproduce --scale cpu --out reproduce
+"""
+
+import argparse
+from typing import Any
+
+from relaylm.cli import tools
+from relaylm.cli.options import add_shared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags."""
+    add = parser.add_argument
+    add_shared(parser, "family")
+    add("--scale", default="auto", choices=("auto", "cpu", "gpu", "paper"), help="how large; auto is by the device")
+    add("--only", nargs="+", metavar="NAME", help="only these experiments (default: all; an unknown name lists them)")
+    add("--out", metavar="FOLDER", default="reproduce", help="where report, figures, tables and data go")
+    add("--store", metavar="FOLDER", help="samples and scores (default: store in --out)")
+    add("--text", metavar="FILE", help="held-out text (default: heldout.txt beside the family, if there)")
+    add("--second", metavar="FAMILY", help="a family of another corpus, with short rows")
+    add("--bpe", metavar="FAMILY", help="a family with a large vocabulary: its schedules, the float32 draw")
+    add("--stages", nargs="+", metavar="FAMILY", help="one pair at several stages of its training")
+    add("--records", metavar="FOLDER", help="earlier results, shown where a family cannot (default: results here)")
+    add_shared(parser, "judge seed device")
+
+
+def run(args: argparse.Namespace) -> tools.Result:
+    """Run the experiments and show the verdicts."""
+    from relaylm.models.family import Family
+    from relaylm.studies.paper.reproduce import reproduce
+
+    def load(source: str | None) -> Any:
+        return None if source is None else Family.load(source, device=args.device)
+
+    only = [name for word in args.only or () for name in word.split(",")]
+    stages = [source for word in args.stages or () for source in word.split(",")]
+    family = tools.load_family(args)
+    scale = args.scale if args.scale != "auto" else "gpu" if family.device.type == "cuda" else "cpu"
+    others: dict[str, Any] = {"second": load(args.second), "bpe": load(args.bpe), "stages": list(map(load, stages))}
+    same = tools.chosen(args, "store text judge seed records")
+    result = reproduce(family, scale, args.out, only=only or None, progress=True, note=tools.note, **others, **same)
+    for name, item in result["experiments"].items():
+        if item["status"] == "not run":
+            tools.note(f"{name} was not run: {item['reason']}")
+    width = max(len(claim["claim"]) for claim in result["claims"])
+    lines = [f"{claim['claim']:<{width}}  {claim['verdict']}" for claim in result["claims"]]
+    tools.show(args, "\n".join([*lines, f"the report is {result['report']}"]))
+    return result

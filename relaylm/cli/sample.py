@@ -1,0 +1,165 @@
+"""Write text. Example: relaylm sample --prompt "the history of " --schedule "L32 H192 L32" -n 2"""
+
+import argparse
+import contextlib
+import math
+import sys
+from dataclasses import replace
+from typing import Any
+
+from relaylm.cli import tools
+from relaylm.cli.options import add_shared, positive
+from relaylm.errors import UserError
+
+SCHEDULE_HELP = """model schedule, from the fully masked end: counts "L32 H192 L32", shares "L12.5%%
+H75%% L12.5%%", model names "4b:32 12b:192 4b:32", step grids "L8@25%% H200@65%% L8@10%%", segment bits 1000000111, or
+heavy, light, quarter:1, sandwich:25%%, small-first:25%%, interleaved:25%%, random:7:25%%; @FILE reads it from a file"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags."""
+    add = parser.add_argument
+    add_shared(parser, "family")
+    add("--schedule", default="heavy", help=SCHEDULE_HELP)
+    add("-n", "--n", type=positive, default=1, help="number of samples")
+    add_shared(parser, "steps", steps="denoising steps, or inf (default: the family's spacing, else the length)")
+    add("--spacing", help="a call writes positions at least so far apart, instead of steps: 16, or 16:prefix")
+    add("--spread", action="store_true", help="choose the spacing that makes about --steps calls")
+    add_shared(parser, "length")
+    add("--prompt", help="text at the front, kept as it is")
+    add("--suffix", help="text at the end, kept as it is")
+    add("--infill", help="text with one _ for each position to be written")
+    add("--max-new-tokens", type=positive, help="positions to write after the prompt (default: up to the length)")
+    add("--stop", help="cut each text at this string, after sampling")
+    add("--chat", action="store_true", help="put the prompt into the model's chat template; show the answer")
+    add("--temperature", type=float, default=1.0, help="other than 1 changes the law of the samples")
+    add("--top-p", type=float, help="nucleus; changes the law of the samples (default: all tokens)")
+    add("--top-k", type=positive, help="the k likeliest tokens; changes the law of the samples (default: all tokens)")
+    add("--rule", help="decoding rule: ancestral, low-confidence, dream-entropy, threshold:0.9... (default: ancestral)")
+    add("--block-length", type=positive, help="write in blocks of so many positions, with some rules (default: one)")
+    add("--stride", type=positive, help="go on past the family's length, to --length, in windows that move by this")
+    add_shared(parser, "light heavy batch-size dtype cluster")
+    add("--watch", action="store_true", help="play the denoising in the terminal")
+    add("--svg", metavar="FILE", help="draw the first sample, in the colours of the models that wrote it")
+    add("--html", metavar="FILE", help="write a page that plays the denoising of the samples in a browser")
+    add_shared(parser, "seed device")
+
+
+def run(args: argparse.Namespace) -> tools.Result:
+    """Sample, show the texts and write what was asked for."""
+    from relaylm.core.schedule import Schedule
+    from relaylm.sampling.rules import parse_rule
+
+    typed = tools.read_schedule(args.schedule)
+    schedule = Schedule.parse(typed)
+    check(args)
+    rule = None if args.rule is None else parse_rule(args.rule, args.block_length)
+    family = tools.load_family(args)
+    light, heavy = family.roles(args.light, args.heavy)
+    bound = schedule.bind(light, heavy)
+    if args.chat:
+        from relaylm.convert import chat_prompt
+
+        args.prompt = chat_prompt(args.family.split(",")[0], [{"role": "user", "content": args.prompt}])
+    plain = not (args.chat or args.stop or args.stride or args.cluster is not None or args.json == "-")
+    live = args.watch or (args.n == 1 and plain and sys.stdout.isatty())  # on a terminal one text is shown as it grows
+    samples = draw(args, family, schedule, {"rule": rule, "light": light, "heavy": heavy}, bound.models if live else ())
+    if args.json is not None and rule is None and args.stride is None:
+        from relaylm.measure.timing import with_measured
+
+        samples = replace(samples, cost=with_measured(samples, family))
+    if args.chat:
+        from relaylm.convert import texts
+
+        samples = replace(samples, texts=texts(family, samples.tokens, len(family.tokenizer.encode(args.prompt))))
+    if args.json != "-" and not live:
+        show_samples(family, samples)
+    by_time = samples.law.startswith("uniform") or (rule is not None and not rule.adaptive)  # else no timetable
+    if args.svg is not None:
+        from relaylm.show.picture import svg
+
+        timed = by_time and not math.isinf(samples.steps)
+        tools.write_text(args.svg, svg(family, samples, bound.timetable(int(samples.steps)) if timed else None))
+    if args.html is not None:
+        from relaylm.show.player import page
+
+        tools.write_text(args.html, page(family, replace(samples, schedule=typed), bound if by_time else None, heavy))
+    tools.note(cost_line(samples, typed, heavy))
+    if samples.changes_law:
+        tools.note(f"{', '.join(samples.changes_law)}: these samples do not follow the models' own law")
+    return tools.with_provenance(samples.to_json(), family, args)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse flags that do not go together, and outputs that cannot be written."""
+    if args.watch and args.n > 1:
+        raise UserError(f"--watch plays one sample, not {args.n}")
+    if args.watch and args.cluster is not None:
+        raise UserError("--watch plays what happens here, not on a cluster")
+    if args.block_length is not None and args.rule is None:
+        raise UserError("--block-length goes with a rule: --rule low-confidence")
+    if args.stride is not None and args.html is not None:
+        raise UserError("--html plays one window, not the several of --stride")
+    if args.chat and (args.family is None or args.prompt is None):
+        raise UserError("--chat needs an instruction-tuned model (--family) and a message to it (--prompt)")
+    tools.check_writable(args.svg)
+    tools.check_writable(args.html)
+
+
+def draw(args: argparse.Namespace, family: Any, schedule: Any, options: dict[str, Any], shown: Any) -> Any:
+    """The samples, here or on a cluster; a denoising by the models `shown`, if any, is played as it happens."""
+    from relaylm.sampling.sample import lay_out, sample
+
+    same = "steps spacing spread length seed prompt suffix infill max_new_tokens stop temperature top_p top_k"
+    options |= tools.chosen(args, f"{same} stride batch_size")
+    if args.cluster is not None:
+        from relaylm.cluster import sample_many
+
+        with tools.progress("sampling", "row") as bar, tools.open_workers(family, args.cluster) as workers:
+            return sample_many(workers, schedule, args.n, on_rows=bar.report, **options)
+    watch: Any = contextlib.nullcontext()
+    if shown:
+        from relaylm.show.terminal import Watch
+
+        given_L = lay_out(family, args.prompt, args.suffix, args.infill, args.length, args.max_new_tokens)
+        stream = sys.stderr if args.json == "-" else sys.stdout
+        watch = Watch(family, given_L, shown, stream, pace=4.0 if args.watch else 0.0)
+    with watch as callback, tools.progress("sampling", "call", shown=not shown) as bar:
+        samples = sample(family, schedule, args.n, callback=callback, on_calls=bar.report, **options)
+    if callback is None:
+        return samples
+    return replace(samples, cost=replace(samples.cost, seconds=samples.cost.seconds - callback.seconds))
+
+
+def show_samples(family: Any, samples: Any) -> None:
+    """Print the texts; in a terminal each token in the colour of the model that wrote it."""
+    from relaylm.show.colours import pieces_of
+    from relaylm.show.terminal import coloured, console_for, has_colours, legend
+
+    console = console_for(sys.stdout)
+    colours = has_colours(console)
+    for row in range(len(samples.tokens)):
+        if row:
+            print("─" * 40)
+        text = samples.texts[row] if samples.texts else " ".join(map(str, samples.tokens[row]))
+        # Tokens can be coloured only where their texts, joined, are the text.
+        if colours and "".join(pieces_of(family, samples.tokens[row])) == text:
+            console.print(coloured(family, samples, row), soft_wrap=True)
+        else:
+            print(text)
+    if colours:
+        wrote = [name for name, count in samples.cost.calls.items() if count]
+        console_for(sys.stderr).print(legend(family, wrote, bool((samples.trace.model_nL < 0).any())))
+
+
+def cost_line(samples: Any, schedule: str, heavy: str) -> str:
+    """Steps, calls, FLOPs and seconds, in one line."""
+    cost = samples.cost
+    calls = ", ".join(f"{count} of {name}" for name, count in cost.calls.items() if count)
+    steps = "infinitely many" if math.isinf(samples.steps) else f"{int(samples.steps)}"
+    law = f"{samples.law}, at most {steps} calls a row" if samples.law.startswith("spaced") else f"{steps} steps"
+    line = f"{schedule}: {law}, calls: {calls}"
+    if cost.flops is not None:
+        saved = f", {100 * cost.flops_saved:.1f}% saved against {heavy} alone" if cost.flops_saved is not None else ""
+        line += f"; {cost.flops:.3g} FLOPs{saved}"
+    return f"{line}; {cost.seconds:.2f} s"

@@ -1,0 +1,51 @@
+"""Train a family. Example: relaylm train corpus out --preset wiki-char"""
+
+import argparse
+import os
+import sys
+import tomllib
+from typing import Any
+
+from relaylm.cli import tools
+from relaylm.cli.options import add_shared, counts_type, natural
+from relaylm.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags."""
+    add = parser.add_argument
+    add("corpus", help="a folder that `relaylm prepare` wrote")
+    add("out", help="where to train; run again to resume")
+    add("--preset", default="tiny-cpu", help="a preset's name (see relaylm ls) or a TOML file")
+    add("--depths", type=counts_type, help="blocks of each model, such as 4,6,8,10,12 (default: the preset's)")
+    add("--twin", type=natural, help="blocks of a second model from another seed; 0: none (default: the preset's)")
+    add("--judge", type=natural, help="blocks of a left-to-right judge; 0: none (default: the preset's)")
+    add("--name", help="the family's name")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="any other number of the recipe")
+    add("--force", action="store_true", help="go on from the run that is there although settings differ")
+    add_shared(parser, "device")
+
+
+def run(args: argparse.Namespace) -> tools.Result:
+    """Train, or go on with training, and say where the family is."""
+    from relaylm.train.family import train_family
+
+    overrides = {key: value for key, value in tools.chosen(args, "depths twin judge").items() if value is not None}
+    overrides |= dict(map(setting, args.set))
+    command = "relaylm " + " ".join(sys.argv[1:])
+    same = tools.chosen(args, "device name force")
+    family = train_family(args.corpus, args.out, args.preset, progress=True, command=command, **same, **overrides)
+    if os.environ.get("RANK", "0") == "0":  # one of the processes of torchrun
+        tools.note(f"the family is in {family}: relaylm sample --family {family}")
+    return {"family": str(family)}
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """KEY=VALUE, the value in TOML's notation; a bare word is a string."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise UserError(f"--set takes KEY=VALUE, not {text!r}")
+    try:
+        return key, tomllib.loads(f"x = {value}")["x"]
+    except tomllib.TOMLDecodeError:
+        return key, value

@@ -1,0 +1,303 @@
+r"""What samples are like, in numbers with intervals; and tests of whether schedules differ.
+
+**Perplexity.** A judge gives each row r the sum S_r of -log p over its c_r scored tokens; l_r = S_r / c_r is its log-
+perplexity, the statistic of every test here: it is nearly normal, and differences of it are differences of rates.
+Reported are the arithmetic mean of exp(l_r) (`gen_ppl`, what the paper's intervals suggest) and the corpus-level
+exp(sum S_r / sum c_r) (`corpus_ppl`, MDLM's). They differ (Jensen), so both are always given. Repetitive text has a low
+perplexity, so entropy is always given too.
+
+**Intervals** are 95%. Means of nearly normal rows get Student's t. exp(l_r) is skewed, where t covers too little on the
+upper side: its mean gets Hall's transformation of t (Hall, 1992). With g the sample skewness and T = (mean - mu) / se,
+
+    T + g/(3 sqrt n) T^2 + g^2/(27 n) T^3 + g/(6 sqrt n)
+
+is normal up to 1/n, and monotone in T, so inverting it gives an interval in closed form. The corpus-level figure is a
+ratio of sums: its interval is that of a ratio, on the log scale.
+
+**Paired differences.** Under common random numbers row r of two schedules shares its plan, so the mean of d_r =
+l_r - l'_r has a far smaller error than two separate means. Its interval is Student's t, with the bootstrap's beside it.
+
+Shapes: n rows, L positions, S schedules, R bootstrap resamples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from scipy.special import stdtr, stdtrit
+
+from relaylm.errors import UserError
+
+LEVEL = 0.95
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and its 95% interval (infinite where one row is all there is)."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def ci(self) -> list[float | None]:
+        """The interval as JSON has it."""
+        return [finite(self.low), finite(self.high)]
+
+
+def finite(x: float | None) -> float | None:
+    """The number, or None where there is none: JSON has neither infinity nor NaN."""
+    return None if x is None or not math.isfinite(x) else float(x)
+
+
+# ------------------------------------------------------------------------------------------------ intervals
+
+
+def mean_estimate(x_n: np.ndarray) -> Estimate:
+    """The mean of rows and its t interval."""
+    return Estimate(*(float(v) for v in mean_interval(np.asarray(x_n, dtype=np.float64))))
+
+
+def mean_interval(x_Xn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean, lower and upper end of Student's interval along the last axis."""
+    n = x_Xn.shape[-1]
+    mean = x_Xn.mean(axis=-1)
+    if n < 2:
+        return mean, np.full_like(mean, -np.inf), np.full_like(mean, np.inf)
+    margin = stdtrit(n - 1, (1 + LEVEL) / 2) * x_Xn.std(axis=-1, ddof=1) / math.sqrt(n)
+    return mean, mean - margin, mean + margin
+
+
+def skewed_mean_interval(x_Xn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean and interval of skewed rows along the last axis: Hall's transformation of t (see the top of this file)."""
+    n = x_Xn.shape[-1]
+    mean = x_Xn.mean(axis=-1)
+    if n < 3:
+        return mean_interval(x_Xn)
+    centred = x_Xn - mean[..., None]
+    spread = np.sqrt((centred**2).mean(axis=-1))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        skewness = np.where(spread > 0, (centred**3).mean(axis=-1) / spread**3, 0.0)
+    skewness = skewness * (math.sqrt(n * (n - 1)) / (n - 2))  # the usual correction for small n
+    a = skewness / math.sqrt(n)
+    error = spread * math.sqrt(n / (n - 1)) / math.sqrt(n)
+    quantile = stdtrit(n - 1, (1 + LEVEL) / 2)
+
+    def invert(y: float) -> np.ndarray:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            exact = (np.cbrt(1 + a * (y - a / 6)) - 1) * 3 / a
+        return np.where(np.abs(a) < 1e-8, y, exact)
+
+    return mean, mean - error * invert(quantile), mean - error * invert(-quantile)
+
+
+def ratio_estimate(sum_n: np.ndarray, count_n: np.ndarray) -> Estimate:
+    """sum / count over all rows, and the interval of a ratio of sums (rows are independent, tokens are not)."""
+    n, total = len(sum_n), float(count_n.sum())
+    ratio = float(sum_n.sum()) / total
+    if n < 2:
+        return Estimate(ratio, -math.inf, math.inf)
+    error = math.sqrt(float(((sum_n - ratio * count_n) ** 2).sum()) * n / (n - 1)) / total
+    margin = stdtrit(n - 1, (1 + LEVEL) / 2) * error
+    return Estimate(ratio, ratio - margin, ratio + margin)
+
+
+@lru_cache(maxsize=4)
+def resampling_weights(n: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+    """(R, n) bootstrap weights that each sum to 1: how often a row was drawn, over n. Not to be changed."""
+    rng = np.random.default_rng(seed)
+    counts = np.zeros((resamples, n), dtype=np.float32)
+    for r in range(resamples):
+        counts[r] = np.bincount(rng.integers(0, n, n), minlength=n)
+    return counts / n
+
+
+# ------------------------------------------------------------------------------------------------ perplexity
+
+
+def perplexity(nll_n: np.ndarray, count_n: np.ndarray) -> dict[str, Any]:
+    """Both perplexities of the rows that have scored tokens, with intervals; `unscored` counts the rows that have none
+    (a text of a single token)."""
+    scored_n = count_n > 0
+    if not scored_n.any():
+        raise UserError("no row has a token to score: a judge gives the first token of a text and scores the rest")
+    log_n = nll_n[scored_n] / count_n[scored_n]
+    gen = Estimate(*(float(v) for v in skewed_mean_interval(np.exp(log_n))))
+    corpus = ratio_estimate(nll_n[scored_n], count_n[scored_n].astype(np.float64))
+    log = mean_estimate(log_n)
+    ends = [math.exp(v) if math.isfinite(v) else None for v in (corpus.low, corpus.high)]
+    return {
+        "gen_ppl": gen.value,
+        "gen_ppl_ci": gen.ci,
+        "corpus_ppl": math.exp(corpus.value),
+        "corpus_ppl_ci": ends,
+        "log_ppl": log.value,
+        "log_ppl_ci": log.ci,
+        "unscored": int((~scored_n).sum()),
+    }
+
+
+# ------------------------------------------------------------------------------------------------ what texts are like
+
+
+def token_entropy(row: np.ndarray) -> float:
+    """Entropy in nats of the tokens of one row, as frequencies of the row itself (ReMDM's definition)."""
+    _, counts = np.unique(np.asarray(row), return_counts=True)
+    share = counts / counts.sum()
+    return float(-(share * np.log(share)).sum()) if len(counts) > 1 else 0.0
+
+
+def word_entropy(text: str) -> float:
+    """The same over the words of a text, as white space separates them; 0 for a text without words."""
+    counts = Counter(text.split())
+    total = sum(counts.values())
+    return -sum(c / total * math.log(c / total) for c in counts.values()) if len(counts) > 1 else 0.0
+
+
+def ngrams(items: Sequence[Any], size: int = 4) -> list[tuple[Any, ...]]:
+    """All runs of `size` items."""
+    return [tuple(items[i : i + size]) for i in range(len(items) - size + 1)]
+
+
+def repetition(items: Sequence[Any], size: int = 4) -> float:
+    """Share of a row's n-grams that occur earlier in the row; 0 for a row with none."""
+    grams = ngrams(items, size)
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def distinct(rows: Sequence[Sequence[Any]], size: int = 4, groups: int = 20) -> Estimate:
+    """Different n-grams among all n-grams of all rows, with a jackknife interval over groups of rows. The figure falls
+    as rows are added: compare it at one n. NaN if no row is long enough for an n-gram."""
+    grams = [ngrams(row, size) for row in rows]
+    total, everything = Counter(g for row in grams for g in row), sum(len(row) for row in grams)
+    if not everything:
+        return Estimate(math.nan, -math.inf, math.inf)
+    value = len(total) / everything
+    groups = min(groups, len(rows))
+    if groups < 2:
+        return Estimate(value, -math.inf, math.inf)
+    without = []
+    for k in range(groups):
+        part = Counter(g for row in grams[k::groups] for g in row)
+        gone = sum(total[g] == c for g, c in part.items())
+        left = everything - sum(part.values())
+        without.append((len(total) - gone) / left if left else value)
+    # A figure that depends on n shifts when rows are left out; the shift is common to all groups and drops out here.
+    spread = math.sqrt((groups - 1) / groups * float(((np.array(without) - np.mean(without)) ** 2).sum()))
+    margin = float(stdtrit(groups - 1, (1 + LEVEL) / 2)) * spread
+    return Estimate(value, value - margin, value + margin)
+
+
+def describe_texts(rows: Sequence[np.ndarray], texts: Sequence[str]) -> dict[str, Any]:
+    """Entropy, diversity and repetition of samples, each with its interval. `rows` are the tokens that were written;
+    `texts` may be empty (a family without a tokenizer), and n-grams then are of tokens instead of words."""
+    entropy = mean_estimate(np.array([token_entropy(row) for row in rows]))
+    units: list[Sequence[Any]] = [text.split() for text in texts] or [row.tolist() for row in rows]
+    repeated = mean_estimate(np.array([repetition(unit) for unit in units]))
+    different = distinct(units)
+    out: dict[str, Any] = {"entropy": entropy.value, "entropy_ci": entropy.ci}
+    if texts:
+        words = mean_estimate(np.array([word_entropy(text) for text in texts]))
+        out |= {"word_entropy": words.value, "word_entropy_ci": words.ci}
+    out |= {"distinct_4": finite(different.value), "distinct_4_ci": different.ci}
+    return {**out, "repetition_4": repeated.value, "repetition_4_ci": repeated.ci}
+
+
+def mauve(features_nD: np.ndarray, reference_mD: np.ndarray, **options: Any) -> float:
+    """MAUVE between samples and human text, each row as a vector (`judge.features`); options as for
+    `mauve.compute_mauve`. It depends on the number of rows on both sides: compare it at one n."""
+    given = {"p_features": reference_mD, "q_features": features_nD, "verbose": False, **options}
+    return float(mauve_package().compute_mauve(**given).mauve)
+
+
+def mauve_package() -> Any:
+    """The package `mauve`, or a UserError that says how to install it."""
+    try:
+        import mauve
+    except ImportError as error:
+        raise UserError(f"MAUVE needs `pip install relaylm[mauve]` ({error})") from None
+    return mauve
+
+
+# ------------------------------------------------------------------------------------------------ comparisons
+
+
+def paired_difference(log_n: np.ndarray, reference_n: np.ndarray) -> dict[str, Any]:
+    """The mean of log_n - reference_n: t interval, bootstrap interval, p-value of no difference, and the number of
+    rows needed to detect a difference of this size (80% power). Rows without a score in either are left out."""
+    both_n = np.isfinite(log_n) & np.isfinite(reference_n)
+    d_n = (log_n - reference_n)[both_n]
+    n = len(d_n)
+    if not n:
+        raise UserError("no row has a score under both schedules, so they cannot be compared")
+    mean, low, high = (float(v) for v in mean_interval(d_n))
+    spread = float(d_n.std(ddof=1)) if n > 1 else math.inf
+    error = spread / math.sqrt(n)
+    if n < 2 or (error == 0 and mean == 0):
+        p = 1.0
+    else:
+        p = 0.0 if error == 0 else float(2 * stdtr(n - 1, -abs(mean / error)))
+    boot = np.quantile(resampling_weights(n) @ d_n, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return {
+        "difference": mean,
+        "ci": [finite(low), finite(high)],
+        "bootstrap_ci": [float(v) for v in boot],
+        "sd": finite(spread),
+        "p": p,
+        "rows": n,
+        "differs": bool(p < 1 - LEVEL),
+        "samples_needed": samples_needed(mean, spread),
+    }
+
+
+def samples_needed(difference: float, sd: float, power: float = 0.8) -> int | None:
+    """Paired rows needed to detect a difference of two schedules at the 5% level with this power, if the difference
+    and the standard deviation of the rows' differences are as given; None if there is no difference to detect."""
+    if difference == 0 or not math.isfinite(sd):
+        return None
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2) + NormalDist().inv_cdf(power)
+    n = max(2, math.ceil((z * sd / difference) ** 2))
+    while n <= 100:  # Student's t instead of the normal, where that matters: the first n that is enough
+        z = stdtrit(n - 1, (1 + LEVEL) / 2) + stdtrit(n - 1, power)
+        if n >= (z * sd / difference) ** 2:
+            break
+        n += 1
+    return n
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values adjusted for their number (Holm's step-down)."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
+def ranks(log_Sn: np.ndarray) -> list[dict[str, Any]]:
+    """Place of each schedule by mean log-perplexity (1 is best), its 95% bootstrap interval over the rows that all
+    share, and the chance that it is best."""
+    x_Sn = log_Sn[:, np.isfinite(log_Sn).all(axis=0)]
+    if not x_Sn.shape[1]:
+        raise UserError("no row has a score under every schedule, so they cannot be ranked")
+    place_RS, place_S = _places(resampling_weights(x_Sn.shape[1]) @ x_Sn.T), _places(x_Sn.mean(axis=1)[None])[0]
+    low_S, high_S = np.quantile(place_RS, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    best_S = (place_RS == 1).mean(axis=0)
+    return [
+        {"rank": int(place), "rank_ci": [math.floor(low), math.ceil(high)], "chance_best": float(best)}
+        for place, low, high, best in zip(place_S, low_S, high_S, best_S, strict=True)
+    ]
+
+
+def _places(x_RS: np.ndarray) -> np.ndarray:
+    """1 for the smallest of each row; equals share the better place."""
+    return 1 + (x_RS[:, None, :] < x_RS[:, :, None]).sum(axis=2)

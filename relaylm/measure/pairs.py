@@ -1,0 +1,266 @@
+r"""How much positions know of each other, by distance and by time; and what writing them together costs.
+
+A call that writes a set S of positions draws each from its own conditional distribution, so it loses the total
+correlation of S given what stands. To first order that is the sum over pairs of S of their mutual information given the
+rest. For two masked positions p and q of a row in which a share t of the positions is masked,
+
+    I(p; q | z)  =  E_{x_p}  KL( p(x_q | z, x_p)  ||  p(x_q | z) ),
+
+which takes two network calls: one on z, one on z with x_p written. With x_p from text it is measured on text; with rows
+that the model itself wrote it is measured on the model's own trajectories, since at T = infinity the masked positions
+of a trajectory are a uniformly random set, whatever the tokens.
+
+`PairTable` keeps the mean by distance and share. The **predicted loss** of a way to write rows is the sum of the table
+over all pairs that are written together, in nats for one position:
+
+    loss  =  1/L  E_plan  sum over calls c  sum over pairs {p, q} of S_c  of  I(|p - q|, t_c),
+
+where t_c is the masked share before the call. It is relative to one position at a time, whose loss is 0.
+
+Shapes: N rows, L positions, B rows of a call, K masked positions asked for, V vocabulary, S shares, D bins of distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from relaylm.core.plan import uniforms
+from relaylm.core.schedule import Spacing
+from relaylm.core.spacing import spaced_calls
+from relaylm.errors import UserError
+from relaylm.progress import progress_bar
+from relaylm.tables import table as text_table
+
+SHARES = (0.02, 0.1, 0.25, 0.45, 0.65, 0.85, 0.98)
+PLANS = 48  # plans over which predicted losses are averaged
+_CELLS = 1 << 26  # logits that are in memory at once, at most
+
+
+@dataclass(frozen=True)
+class PairTable:
+    """Mutual information of two masked positions in nats, by masked share (rows) and distance (columns)."""
+
+    shares_S: np.ndarray
+    edges_D: np.ndarray
+    """The smallest distance of each bin, from 1 up; the last bin has no end."""
+    nats_SD: np.ndarray
+    error_SD: np.ndarray
+    """Standard errors of the means over rows."""
+    rows: int
+    model: str
+    source: str
+    """`text` or `samples`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` reads them back."""
+        return {
+            "kind": "pairs",
+            "model": self.model,
+            "source": self.source,
+            "rows": self.rows,
+            "shares": self.shares_S.tolist(),
+            "distances": self.edges_D.tolist(),
+            "nats": self.nats_SD.tolist(),
+            "error": self.error_SD.tolist(),
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> PairTable:
+        """The table that `to_json` gave; a UserError if it is not one."""
+        try:
+            table = PairTable(
+                np.asarray(value["shares"], dtype=np.float64),
+                np.asarray(value["distances"], dtype=np.int64),
+                np.asarray(value["nats"], dtype=np.float64),
+                np.asarray(value["error"], dtype=np.float64),
+                int(value["rows"]),
+                str(value["model"]),
+                str(value["source"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"this is no table of pairs: {type(error).__name__} {str(error)[:60]}") from None
+        shape = (len(table.shares_S), len(table.edges_D))
+        rising = all(len(x) and (np.diff(x) > 0).all() for x in (table.shares_S, table.edges_D))
+        if table.nats_SD.shape != shape or table.error_SD.shape != shape or not rising or table.edges_D[0] != 1:
+            raise UserError("this is no table of pairs: shares and distances must rise and match the values")
+        if not np.isfinite(table.nats_SD).all():
+            raise UserError("this is no table of pairs: values must be finite")
+        return table
+
+    def loss(self, call_nL: np.ndarray) -> float:
+        """Predicted loss in nats a position of rows whose position l is written by call `call_nL[:, l]` (0: given)."""
+        return float((self.counts(call_nL) * self.nats_SD).sum() / max(1, int((call_nL > 0).sum())))
+
+    def counts(self, call_nL: np.ndarray) -> np.ndarray:
+        """Pairs that are written together, (S, D): by distance, and by masked share between the two nearest of the
+        table's shares."""
+        bins_L = np.searchsorted(self.edges_D, np.arange(call_nL.shape[1]), side="right") - 1
+        out = np.zeros(self.nats_SD.shape)
+        for call_L in call_nL:
+            order = np.argsort(call_L, kind="stable")
+            order = order[call_L[order] > 0]  # by call, positions rising
+            call = call_L[order]
+            sizes = np.bincount(call)[1:]
+            left = sizes.sum() - np.concatenate([[0], np.cumsum(sizes)[:-1]])
+            at_C = np.interp(left / call_nL.shape[1], self.shares_S, np.arange(len(self.shares_S)))
+            for lag in range(1, int(sizes.max(initial=1))):  # the lag-th next position of the same call
+                same = np.flatnonzero(call[lag:] == call[:-lag])
+                bins = bins_L[order[same + lag] - order[same]]
+                at = at_C[call[same] - 1]
+                low = np.minimum(at.astype(np.int64), max(0, len(self.shares_S) - 2))
+                np.add.at(out, (low, bins), 1 - (at - low))
+                np.add.at(out, (np.minimum(low + 1, len(self.shares_S) - 1), bins), at - low)
+        return out
+
+
+def distance_bins(length: int) -> np.ndarray:
+    """Lower ends of the bins: each distance up to 8, then steps of about a sixth."""
+    edges = [1]
+    while edges[-1] < length - 1:
+        edges.append(max(edges[-1] + 1, round(edges[-1] * 7 / 6)))
+    return np.array([edge for edge in edges if edge < max(2, length)])
+
+
+@torch.inference_mode()
+def measure_pairs(
+    model: Any,
+    rows_NL: np.ndarray,
+    mask_id: int,
+    *,
+    shares: Sequence[float] = SHARES,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    name: str = "",
+    source: str = "text",
+    batch_size: int | None = None,
+    progress: bool = False,
+) -> PairTable:
+    """The table of one denoiser on rows of tokens, each row once at every share with a position p of its own."""
+    n, length = rows_NL.shape
+    if n < 2 or length < 2:
+        raise UserError(f"pairs need at least 2 rows of at least 2 positions, not {n} of {length}")
+    edges = distance_bins(length)
+    order_NL = np.argsort(uniforms(seed, np.arange(n), length), axis=1)
+    size = int(getattr(model, "vocab_size", mask_id + 1))
+    batch = batch_size or max(1, min(n, 32, _CELLS // (length * size)))
+    sums = np.zeros((len(shares), len(edges), 3))  # of row means: count, sum, sum of squares
+    with progress_bar("pairs", len(shares) * n, "row", progress) as bar:
+        for s, share in enumerate(shares):
+            masked = min(length, max(2, round(share * length)))
+            for start in range(0, n, batch):
+                rows = slice(start, min(n, start + batch))
+                # Position p is the first of the masked ones; the others are asked for before and after it is written.
+                places = torch.from_numpy(order_NL[rows, :masked].copy()).to(device)
+                tokens = torch.from_numpy(rows_NL[rows].astype(np.int64)).to(device)
+                before = tokens.scatter(1, places, mask_id)
+                after = before.scatter(1, places[:, :1], tokens.gather(1, places[:, :1]))
+                kl = _divergence(model, before, after, places[:, 1:], masked / length, mask_id).cpu().numpy()
+                far = (places[:, 1:] - places[:, :1]).abs().cpu().numpy()
+                bins = np.searchsorted(edges, far, side="right") - 1
+                for kl_K, bins_K in zip(kl, bins, strict=True):
+                    count_D = np.bincount(bins_K, minlength=len(edges))
+                    mean_D = np.bincount(bins_K, kl_K, len(edges)) / np.maximum(count_D, 1)
+                    there_D = count_D > 0
+                    sums[s] += np.stack([there_D, mean_D, mean_D**2], axis=1) * there_D[:, None]
+                bar.update(rows.stop - rows.start)
+    count, mean = sums[..., 0], sums[..., 1] / np.maximum(sums[..., 0], 1)
+    variance = np.maximum(sums[..., 2] - count * mean**2, 0) / np.maximum(count - 1, 1)
+    filled = _filled(mean, count > 0)
+    return PairTable(np.asarray(shares), edges, filled, np.sqrt(variance / np.maximum(count, 1)), n, name, source)
+
+
+def _divergence(
+    model: Any, before: torch.Tensor, after: torch.Tensor, places_BK: torch.Tensor, share: float, mask_id: int
+) -> torch.Tensor:
+    """KL of the prediction at each place after a token was written against the one before, (B, K) in nats."""
+    t_B = torch.full((len(before),), share, dtype=torch.float32, device=before.device)
+    logs = []
+    for tokens in (before, after):
+        logits = model.logits_at(tokens, t_B, places_BK).double()
+        logits[..., mask_id] = -torch.inf
+        logs.append(logits.log_softmax(dim=-1))
+    p = logs[1].exp()
+    return torch.where(p > 0, p * (logs[1] - logs[0]), 0.0).sum(dim=-1).clamp_min(0)
+
+
+def _filled(mean_SD: np.ndarray, there_SD: np.ndarray) -> np.ndarray:
+    """Means with bins that no row hit taken from the nearest distance that was."""
+    out = mean_SD.copy()
+    columns = np.arange(mean_SD.shape[1])
+    for row, there in zip(out, there_SD, strict=True):
+        if there.any():
+            row[:] = np.interp(columns, columns[there], row[there])
+    return out
+
+
+# ------------------------------------------------------------------------------------------------ predictions
+
+
+def _plans(length: int, seed: int = 0) -> np.ndarray:
+    return uniforms(seed, np.arange(PLANS), length)
+
+
+def spacing_loss(table: PairTable, spacing: Spacing, length: int) -> float:
+    """Predicted loss of a spacing, nats a position."""
+    u_nL = _plans(length)
+    return table.loss(spaced_calls(u_nL, np.ones_like(u_nL, dtype=bool), spacing))
+
+
+def uniform_loss(table: PairTable, steps: int, length: int) -> float:
+    """Predicted loss of T uniform steps, nats a position."""
+    step_nL = np.ceil(_plans(length) * steps).astype(np.int64)
+    # Calls are numbered from the masked end, steps without a position left out.
+    _, call = np.unique(-step_nL, return_inverse=True)
+    return table.loss(_dense(call.reshape(step_nL.shape)))
+
+
+def _dense(key_nL: np.ndarray) -> np.ndarray:
+    """Keys as numbers from 1 up without gaps, row by row."""
+    return np.stack([np.unique(key_L, return_inverse=True)[1].reshape(-1) + 1 for key_L in key_nL])
+
+
+def smallest_spacing(table: PairTable, length: int, most: float, form: str = "sets") -> Spacing:
+    """The smallest distance whose predicted loss is at most `most` nats a position; the length if there is none."""
+    low, high = 1, length
+    while low < high:
+        middle = (low + high) // 2
+        if spacing_loss(table, Spacing(middle, form), length) <= most:
+            high = middle
+        else:
+            low = middle + 1
+    return Spacing(low, form)
+
+
+def default_spacing(table: PairTable, length: int) -> Spacing:
+    """The smallest spacing that is predicted to lose no more than T = L uniform steps."""
+    return smallest_spacing(table, length, uniform_loss(table, length, length))
+
+
+# ------------------------------------------------------------------------------------------------ for readers
+
+
+def render(table: PairTable) -> str:
+    """The table as text: nats by distance, a column for each masked share."""
+    head = ["distance", *(f"{100 * share:g}% masked" for share in table.shares_S)]
+    last = [*(table.edges_D[1:] - 1), None]
+    rows = []
+    for d, (low, high) in enumerate(zip(table.edges_D, last, strict=True)):
+        label = f"{low}+" if high is None else f"{low}" if low == high else f"{low}-{high}"
+        cells = zip(table.nats_SD[:, d], table.error_SD[:, d], strict=True)
+        rows.append([label, *(f"{nats:.4f} ± {1.96 * error:.4f}" for nats, error in cells)])
+    what = f"Mutual information of two masked positions in nats, {table.model} on {table.rows} rows of {table.source}"
+    return f"{what}\n\n{text_table(head, rows)}"
+
+
+def render_choices(choices: Mapping[str, Mapping[str, Any]]) -> str:
+    """Spacings that were asked for, with what they cost and are predicted to lose."""
+    head = ["", "spacing", "calls a row", "predicted loss, nats x 100"]
+    rows = [
+        [label, c["spacing"], f"{c['calls']:.1f}", f"{100 * c['predicted_loss']:.2f}"] for label, c in choices.items()
+    ]
+    return text_table(head, rows, text=(0, 1))

@@ -1,0 +1,94 @@
+r"""The likelihood bound of a schedule by following its plans: for spaced plans, and any other whose calls are known.
+
+Let a plan write the sets S_1, ..., S_C of a row's positions in this order, with model s(c) at call c. The plan does not
+depend on the tokens, so by Jensen's inequality
+
+    -log p(x)  <=  E_plan  sum_c  sum_{l in S_c}  -log p_{s(c)}( x_l | x_{S_1}, ..., x_{S_{c-1}} ).
+
+Every term is a network call on the true text with what is not yet written masked. One plan for each row gives an
+unbiased estimate; no sampling is needed, and the calls of a row do not wait for each other. Schedules that are measured
+on the same rows with the same seed share their plans, so differences are paired.
+
+Shapes: N rows, L positions, E events, B events of a network call, K due positions of an event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from relaylm.core.plan import make_events, make_plan
+from relaylm.core.schedule import Schedule
+from relaylm.core.spacing import spaced_events
+from relaylm.errors import UserError
+from relaylm.measure import metrics
+from relaylm.measure.schedule_likelihood import ScheduleBound
+from relaylm.progress import progress_bar
+from relaylm.sampling.policy import resolve, static_models
+
+_CELLS = 1 << 25  # logits that are in memory at once, at most
+
+
+@torch.inference_mode()
+def plan_bound(
+    models: Mapping[str, Any],
+    schedule: Schedule,
+    rows_NL: np.ndarray,
+    mask_id: int,
+    *,
+    steps: float | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    batch_size: int = 32,
+    progress: bool = False,
+) -> ScheduleBound:
+    """The bound of a schedule with models' names in it, in bits for one position, with its interval over rows. `steps`
+    is T, or infinity; a spaced schedule takes none."""
+    if rows_NL.ndim != 2 or (rows_NL == mask_id).any() or (rows_NL < 0).any():
+        raise UserError("a bound needs whole rows of tokens, without masks and free positions")
+    names = tuple(models)
+    followed, times = resolve(schedule, steps)
+    lookup = static_models(followed, names)
+    assert lookup is not None
+    n, length = rows_NL.shape
+    plan = make_plan(n, length, seed)
+    events = make_events(plan, times) if schedule.spacing is None else spaced_events(plan, schedule.spacing)
+    model_E = lookup(events.step_E, events.t_E)
+    row_E = np.repeat(np.arange(n), events.per_row_n)
+    order_NL = events.positions_F.reshape(n, length)  # every position is free
+    rank_NL = np.argsort(order_NL, axis=1)
+    rows, rank = (torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (rows_NL.astype(np.int64), rank_NL))
+    nats_N = np.zeros(n)
+    with progress_bar("bound", len(row_E), "call", progress) as bar:
+        for k, name in enumerate(names):
+            own = np.flatnonzero(model_E == k)
+            own = own[np.argsort(events.count_E[own], kind="stable")]  # events of one size together: little padding
+            size = int(getattr(models[name], "vocab_size", mask_id + 1))
+            while len(own):
+                most = int(events.count_E[own[min(len(own), batch_size) - 1]])
+                part = own[: max(1, min(batch_size, _CELLS // (most * size)))]
+                own = own[len(part) :]
+                due_BK, real_BK = _due(events.start_E[part], events.count_E[part], events.positions_F)
+                row_B = torch.from_numpy(row_E[part]).to(device)
+                before_B = torch.from_numpy(events.start_E[part] - row_E[part] * length).to(device)
+                text_BL = rows[row_B]
+                seen_BL = torch.where(rank[row_B] < before_B[:, None], text_BL, mask_id)
+                t_B = torch.from_numpy(events.t_E[part]).to(device, torch.float32)
+                places = torch.from_numpy(due_BK).to(device)
+                logits = models[name].logits_at(seen_BL, t_B, places).double()
+                logits[..., mask_id] = -torch.inf
+                log_p = logits.log_softmax(dim=-1).gather(2, text_BL.gather(1, places)[..., None])[..., 0]
+                np.add.at(nats_N, row_E[part], -np.where(real_BK, log_p.cpu().numpy(), 0.0).sum(axis=1))
+                bar.update(len(part))
+    bits, low, high = (float(v) for v in metrics.mean_interval(nats_N / (length * np.log(2))))
+    return ScheduleBound(bits, low, high, n, nats_N)
+
+
+def _due(start_B: np.ndarray, count_B: np.ndarray, positions_F: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Due positions of events (B, K), padded with the first of each, and which of them are real."""
+    place_1K = np.arange(int(count_B.max()))[None, :]
+    real_BK = place_1K < count_B[:, None]
+    return positions_F[start_B[:, None] + np.where(real_BK, place_1K, 0)], real_BK

@@ -1,0 +1,51 @@
+"""How a result was made: command, machine, versions, commit and day, as every file under results/ has them."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import relaylm
+from relaylm.measure.timing import device_name
+
+
+def how_made(device: torch.device) -> dict[str, Any]:
+    """The provenance of a result that was computed on a device, as JSON values."""
+    cpu = device_name(torch.device("cpu"))
+    gpu = device_name(device) if device.type == "cuda" else None
+    return {
+        "machine": {"platform": platform.platform(), "cpu": cpu, "threads": torch.get_num_threads(), "gpu": gpu},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "relaylm": relaylm.__version__},
+        "command": _command(),
+        "commit": _commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _command() -> str:
+    """As it could be typed: `python -m relaylm` is relaylm."""
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.name == "__main__.py" else program.name
+    return shlex.join([name, *sys.argv[1:]])
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this file is tracked in, "-dirty" where it has changes; None elsewhere."""
+    here = Path(__file__).resolve()
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(here.parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)  # a package installed inside some repository is not tracked there
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return None

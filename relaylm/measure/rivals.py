@@ -1,0 +1,178 @@
+r"""What is compared: the schedules asked for, the light and the heavy model alone, and equal-compute rivals.
+
+**Rivals.** A mixed schedule is worthwhile only if nothing simpler does as well at the same cost. So each is compared at
+its number of floating-point operations with one model of middle depth at every step, the heavy model in fewer steps,
+and the same number of light steps spread evenly or at random. The light and the heavy model alone are
+always compared too, since each row's share of the quality gap is counted between them (`verdict`).
+
+Operations are compared in expectation over plans, which is exact and does not depend on the seed (`cost.mean_price`).
+
+Shapes: n rows, L positions, T steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from relaylm.core.cost import mean_price
+from relaylm.core.schedule import Schedule, Segment
+from relaylm.measure.prices import flops_price
+
+if TYPE_CHECKING:
+    from relaylm.models.family import Family
+
+RANDOM_SEED = 1  # of the rival with randomly placed light steps
+SLACK = 1e-9  # relative; expected operations are exact but for rounding
+
+
+@dataclass
+class Entry:
+    """One row of the table."""
+
+    label: str
+    schedule: Schedule  # bound: models' names, no roles
+    steps: float | None  # None for a spaced schedule
+    kind: str  # "asked", "anchor" or "rival"
+    rival: str | None = None  # what kind of rival
+    rival_of: list[str] = field(default_factory=list)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Entries that would give the same samples are one."""
+        if self.steps is None or math.isinf(self.steps):
+            return (self.steps, self.schedule)
+        table = self.schedule.timetable(int(self.steps))
+        return table.models, table.times
+
+
+def contenders(
+    family: Family,
+    schedules: Sequence[str | Schedule],
+    steps: float | None,
+    given_nL: np.ndarray,
+    light: str,
+    heavy: str,
+    rivals: bool,
+) -> list[Entry]:
+    """What was asked for, in order; then the light and the heavy model; then the rivals of each mixed schedule."""
+    asked = []
+    for item in schedules:
+        schedule = (Schedule.parse(item) if isinstance(item, str) else item).bind(light, heavy)
+        family.check_names(schedule.models)
+        asked.append((item if isinstance(item, str) else str(item), schedule))
+    counts = [schedule.steps for _, schedule in asked if schedule.steps is not None]
+    base = steps if steps is not None else counts[0] if counts else given_nL.shape[1]
+    entries: list[Entry] = []
+
+    def add(entry: Entry) -> None:
+        for other in entries:
+            if other.identity == entry.identity:
+                other.rival = other.rival or entry.rival  # what was asked for may be another's rival, too
+                other.rival_of += [name for name in entry.rival_of if name not in other.rival_of]
+                return
+        entries.append(entry)
+
+    for label, schedule in asked:
+        own = schedule.steps if schedule.steps is not None and steps is None else base
+        add(Entry(label, schedule, own if schedule.spacing is None else None, "asked"))
+    names = {entry.label for entry in entries}
+    for label, model in (("heavy", heavy), ("light", light)):
+        add(Entry(label if label not in names else model, one_model(model), base, "anchor"))
+    if rivals:
+        free_n = (given_nL < 0).sum(axis=1)
+        for entry in [entry for entry in entries if entry.kind == "asked" and len(entry.schedule.models) > 1]:
+            find = _rivals if entry.schedule.spacing is None else _spaced_rivals
+            for rival in find(family, entry, free_n, given_nL.shape[1], heavy):
+                add(rival)
+    return entries
+
+
+def one_model(model: str) -> Schedule:
+    """One model at every step."""
+    return Schedule((Segment(model, Fraction(1)),))
+
+
+def _rivals(family: Family, entry: Entry, free_n: np.ndarray, length: int, heavy: str) -> list[Entry]:
+    """The equal-compute rivals of a mixed schedule."""
+    found = []
+    assert entry.steps is not None
+    models = {name: model for name, model in family.models.items() if hasattr(model, "flops")}
+    if len(models) == len(family.models):
+        budget = expected_flops(models, entry.schedule, entry.steps, free_n, length) * (1 + SLACK)
+        used = set(entry.schedule.models)
+
+        def alone(name: str, steps: float = entry.steps) -> float:
+            return expected_flops(models, one_model(name), steps, free_n, length)
+
+        # Of the models that this schedule does not use already; those it does use are in the table anyway.
+        within = [name for name in family.names if name not in used and alone(name) <= budget]
+        if within:
+            best = max(within, key=alone)
+            found.append(Entry(best, one_model(best), entry.steps, "rival", "one model of middle depth"))
+        fewer = steps_within(lambda steps: alone(heavy, steps), budget)
+        if fewer is not None and fewer < entry.steps:
+            found.append(Entry(f"H{fewer}", one_model(heavy), fewer, "rival", "heavy in fewer steps"))
+    if len(entry.schedule.models) == 2 and not math.isinf(entry.steps):
+        order = [name for name in family.names if name in entry.schedule.models]
+        table = entry.schedule.timetable(int(entry.steps))
+        pair = tuple(Segment(name, count) for name in order if (count := table.models.count(name)))
+        if len(pair) == 2:
+            for placement, what in (("interleaved", "spread evenly"), (f"random:{RANDOM_SEED}", "placed at random")):
+                schedule = Schedule(pair, placement)
+                found.append(Entry(str(schedule), schedule, entry.steps, "rival", f"light steps {what}"))
+    for rival in found:
+        rival.rival_of = [entry.label]
+    return found
+
+
+def _spaced_rivals(family: Family, entry: Entry, free_n: np.ndarray, length: int, heavy: str) -> list[Entry]:
+    """The equal-compute rivals of a mixed schedule on spaced plans: the heavy model alone with a smaller spacing."""
+    models = {name: model for name, model in family.models.items() if hasattr(model, "flops")}
+    spacing = entry.schedule.spacing
+    if len(models) < len(family.models) or spacing is None:
+        return []
+    budget = expected_flops(models, entry.schedule, None, free_n, length) * (1 + SLACK)
+
+    def alone(distance: int) -> Schedule:
+        return replace(one_model(heavy), spacing=replace(spacing, distance=distance))
+
+    least = steps_within(
+        lambda distance: expected_flops(models, alone(distance), None, free_n, length), budget, most=spacing.distance
+    )
+    if least is None or least == spacing.distance:
+        return []
+    label = str(replace(Schedule.parse("heavy"), spacing=replace(spacing, distance=least)))
+    return [Entry(label, alone(least), None, "rival", "heavy with a smaller spacing", [entry.label])]
+
+
+def expected_flops(
+    models: Mapping[str, Any], schedule: Schedule, steps: float | None, free_n: np.ndarray, length: int
+) -> float:
+    """Mean operations for a row, over all plans; `free_n` are the free positions of the rows there are."""
+    return mean_price({name: flops_price(models[name], length) for name in schedule.models}, schedule, steps, free_n)
+
+
+def steps_within(price: Callable[[int], float], limit: float, least: int = 1, most: int = 1 << 20) -> int | None:
+    """The largest number of steps from `least` to `most` whose price, which rises with it, is within the limit; None if
+    not even the least is."""
+    if price(least) > limit:
+        return None
+    low, high = least, least + 1
+    while high <= most and price(high) <= limit:
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if price(middle) <= limit else (low, middle)
+    return low
+
+
+def base_steps(entries: Sequence[Entry]) -> float | None:
+    """The number of steps of the light and the heavy model alone."""
+    return next((entry.steps for entry in entries if entry.kind == "anchor"), entries[0].steps)

@@ -1,0 +1,198 @@
+r"""Which rows of a comparison really differ, in numbers and in words.
+
+Differences in log-perplexity are paired, row by row. If an equal-compute rival wins, the first line says so. The
+share of the quality gap that a row pays is counted between the heavy (H) and the light model (L) alone:
+
+    gap_paid = (ppl - ppl_H) / (ppl_L - ppl_H).
+
+Shapes: n rows, S schedules, R bootstrap resamples.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from relaylm.measure import metrics
+from relaylm.measure.rivals import Entry, base_steps, one_model
+from relaylm.tables import table, terminal_width, wrapped
+
+if TYPE_CHECKING:
+    from relaylm.models.family import Family
+
+
+def _counted(steps: float | None) -> int:
+    """A finite number of steps; 0 where there is none."""
+    return 0 if steps is None or math.isinf(steps) else int(steps)
+
+
+def relate(
+    rows: list[dict[str, Any]], log_Sn: np.ndarray, family: Family, entries: Sequence[Entry], light: str, heavy: str
+) -> None:
+    """Add to each row what it is in relation to others: savings against all-heavy, the share of the gap it pays."""
+    alone = [Entry(name, one_model(name), base_steps(entries), "anchor").identity for name in (heavy, light)]
+    identities = [entry.identity for entry in entries]
+    h, l = (identities.index(identity) for identity in alone)
+    ppl_Sn = np.exp(log_Sn)
+    shared_n = np.isfinite(ppl_Sn).all(axis=0)
+    mean_RS = metrics.resampling_weights(int(shared_n.sum())) @ ppl_Sn[:, shared_n].T
+    gap, gap_R = rows[l]["gen_ppl"] - rows[h]["gen_ppl"], mean_RS[:, l] - mean_RS[:, h]
+    depths = {name: getattr(model, "depth", None) for name, model in family.models.items()}
+    for s, (row, entry) in enumerate(zip(rows, entries, strict=True)):
+        row["gap_paid"] = row["gap_paid_ci"] = None
+        if h != l and gap > 0:
+            row["gap_paid"] = (row["gen_ppl"] - rows[h]["gen_ppl"]) / gap
+            with np.errstate(divide="ignore", invalid="ignore"):
+                paid_R = (mean_RS[:, s] - mean_RS[:, h]) / gap_R
+            clear = (gap_R > 0).mean() > 0.975  # else the gap itself is in doubt
+            ends = np.quantile(paid_R, [0.025, 0.975]).tolist() if clear else [None, None]
+            row["gap_paid_ci"] = [metrics.finite(end) for end in ends]
+        flops, most = row["flops"], rows[h]["flops"]
+        row["flops_saved"] = None if flops is None or not most else 1 - flops / most
+        if "milliseconds" in row:
+            row["ms_saved"] = 1 - row["milliseconds"] / rows[h]["milliseconds"]
+        row["blocks_saved"] = None
+        steps, all_steps = _counted(entry.steps), _counted(entries[h].steps)
+        if None not in depths.values() and steps and all_steps:
+            blocks = sum(depths[name] or 0 for name in entry.schedule.timetable(steps).models)
+            row["blocks_saved"] = 1 - blocks / (all_steps * (depths[heavy] or 1))
+
+
+def comparisons(rows: Sequence[dict[str, Any]], log_Sn: np.ndarray) -> dict[str, Any]:
+    """Paired differences to the first row, ranks (added to the rows), the samples needed to detect each difference, and
+    the outcome of each rival's contest."""
+    paired = []
+    for row, log_n in zip(rows[1:], log_Sn[1:], strict=True):
+        difference = metrics.paired_difference(log_n, log_Sn[0])
+        paired.append({"schedule": row["schedule"], "reference": rows[0]["schedule"], **difference})
+    for item, p in zip(paired, metrics.holm([item["p"] for item in paired]), strict=True):
+        item["p_holm"] = p
+    for row, place in zip(rows, metrics.ranks(log_Sn), strict=True):
+        row |= place
+    needed: list[list[int | None]] = [[None] * len(rows) for _ in rows]
+    for i, j in itertools.permutations(range(len(rows)), 2):
+        d = log_Sn[i] - log_Sn[j]
+        d = d[np.isfinite(d)]
+        needed[i][j] = metrics.samples_needed(float(d.mean()), float(d.std(ddof=1)))
+    contests = []
+    for (s, row), (r, other) in itertools.product(enumerate(rows), enumerate(rows)):
+        if row["schedule"] in other["rival_of"]:
+            ratio = None if not row["flops"] or other["flops"] is None else other["flops"] / row["flops"]
+            contests.append(
+                {
+                    "schedule": row["schedule"],
+                    "rival": other["schedule"],
+                    "what": other["rival"],
+                    "outcome": "level",
+                    "flops_ratio": ratio,
+                    "entropy_difference": other["entropy"] - row["entropy"],
+                    **metrics.paired_difference(log_Sn[r], log_Sn[s]),
+                }
+            )
+    # One in twenty comparisons differs by chance, so outcomes are adjusted for the number of contests.
+    for item, p in zip(contests, metrics.holm([item["p"] for item in contests]), strict=True):
+        item["p_holm"] = p
+        if p < 1 - metrics.LEVEL:
+            item["outcome"] = "wins" if item["difference"] < 0 else "loses"
+    return {"paired": paired, "samples_needed": needed, "rivals": contests}
+
+
+def verdict(result: Mapping[str, Any]) -> str:
+    """The first line."""
+    contests = result["rivals"]
+    if not contests:
+        mixed = any(row["kind"] == "asked" and len(row["calls_by_model"]) > 1 for row in result["rows"])
+        return "The equal-compute rivals were left out." if mixed else "No mixed schedule, so no equal-compute rival."
+
+    def show(item: Mapping[str, Any]) -> str:
+        margin = (item["ci"][1] - item["ci"][0]) / 2
+        flops = "" if item["flops_ratio"] is None else f" at {item['flops_ratio']:.1%} of its FLOPs"
+        return (
+            f"{item['rival']} ({item['what']}) against {item['schedule']}: {item['difference']:+.4f} +- {margin:.4f} "
+            f"in log-perplexity{flops}, entropy {item['entropy_difference']:+.3f}"
+        )
+
+    winners = sorted((item for item in contests if item["outcome"] == "wins"), key=lambda item: item["difference"])
+    if winners:
+        beaten = {item["schedule"] for item in winners}
+        return f"AN EQUAL-COMPUTE RIVAL WINS against {', '.join(sorted(beaten))}. {show(winners[0])}."
+    level = [item for item in contests if item["outcome"] == "level"]
+    if level:
+        best = min(level, key=lambda item: item["difference"])
+        known = f"No equal-compute rival is shown to win, but {len(level)} of {len(contests)} cannot be told apart"
+        return f"{known}. {show(best)}."
+    return f"Every equal-compute rival loses ({len(contests)} of them)."
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+
+# The columns that a narrow terminal leaves out, the first of them first. Perplexity is never shown without entropy.
+SPARE = (
+    *("s", "calls/row", "corpus", "distinct-4", "J/row", "blocks saved", "rank", "ms/row", "ms saved", "words"),
+    *("gap paid", "bound", "MAUVE"),
+)
+MARKS = {"asked": " ", "anchor": "·", "rival": "≈"}
+
+
+def render(result: Mapping[str, Any], width: int | None = None) -> str:
+    """The comparison as text: the verdict on the rivals first, then the table in `width` columns (the terminal's)."""
+    width = width or terminal_width()
+    rows, n = result["rows"], result["n"]
+    paired = {item["schedule"]: item for item in result["paired"]}
+
+    def difference(row: Mapping[str, Any]) -> str:
+        item = paired.get(row["schedule"])
+        if item is None:
+            return "reference"
+        star = "*" if item["p_holm"] < 1 - metrics.LEVEL else ""
+        return _plus_minus(item["difference"], item["ci"], "+.4f") + star
+
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "": lambda row: MARKS[row["kind"]],
+        "schedule": lambda row: row["schedule"],
+        "gen ppl": lambda row: _plus_minus(row["gen_ppl"], row["gen_ppl_ci"], ".2f"),
+        "corpus": lambda row: f"{row['corpus_ppl']:.2f}",
+        "entropy": lambda row: _plus_minus(row["entropy"], row["entropy_ci"], ".3f"),
+        "words": lambda row: _number(row.get("word_entropy"), ".3f"),
+        "distinct-4": lambda row: _number(row["distinct_4"], ".3f"),
+        "MAUVE": lambda row: _number(row.get("mauve"), ".3f"),
+        "log-ppl diff": difference,
+        "gap paid": lambda row: _number(row["gap_paid"], ".1%"),
+        "blocks saved": lambda row: _number(row["blocks_saved"], ".1%"),
+        "FLOPs saved": lambda row: _number(row["flops_saved"], ".1%"),
+        "ms/row": lambda row: _number(row.get("milliseconds"), ".3g", n),
+        "ms saved": lambda row: _number(row.get("ms_saved"), ".1%"),
+        "J/row": lambda row: _number(row.get("joules"), ".3g", n),
+        "calls/row": lambda row: f"{row['calls'] / n:.1f}",
+        "s": lambda row: f"{row['seconds']:.1f}",
+        "rank": lambda row: f"{row['rank']} ({row['rank_ci'][0]}-{row['rank_ci'][1]})",
+        "bound": lambda row: "" if row["bound"] is None else f"{row['bound']['bits']:.4f}",
+    }
+    shown = {head: [cell(row) for row in rows] for head, cell in columns.items()}
+    shown = {head: cells for head, cells in shown.items() if any(cells)}
+    lines = table(list(shown), list(zip(*shown.values(), strict=True)), width, text=(0, 1), spare=SPARE)
+    about = (
+        f"{n} samples a row, length {result['length']}, T = {result['steps']}, judge {result['judge']}"
+        f"{' (MDLM recipe)' if result['recipe'] == 'mdlm' else ''}; 95% intervals; differences are paired, to "
+        f"{rows[0]['schedule']}, * where it is not chance; ≈ an equal-compute rival, · for the gap"
+    )
+    notes = [f"note: {note}" for note in result.get("store_notes", [])]
+    unscored = sum(row["unscored"] for row in rows)
+    notes += [f"note: {unscored} samples have a single token and so no perplexity"] if unscored else []
+    return "\n".join([result["verdict"], "", lines, "", *wrapped([about, *notes], width)])
+
+
+def _plus_minus(value: float, ci: Sequence[float | None], form: str) -> str:
+    low, high = ci
+    margin = "" if low is None or high is None else f"±{(high - low) / 2:{form.lstrip('+')}}"
+    return f"{value:{form}}{margin}"
+
+
+def _number(value: float | None, form: str, rows: int = 1) -> str:
+    """A number, per row if it is a sum over rows; empty where there is none."""
+    return "" if value is None else f"{value / rows:{form}}"

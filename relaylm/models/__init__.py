@@ -1,0 +1,1 @@
+"""Denoisers, tokenizers and families, in memory and on disk."""

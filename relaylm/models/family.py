@@ -1,0 +1,189 @@
+"""Denoisers that may take turns, as one value.
+
+A family shares vocabulary, mask, length and tokenizer; `Family` refuses what does not belong together (`compat` has the
+rules). Any denoisers are allowed, a table in a test included. `folder` stores a family, `load` finds and reads one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from relaylm.errors import UserError
+from relaylm.files import read_bytes
+from relaylm.models.compat import check_known, check_models, pick_device, pick_dtype, place
+from relaylm.models.denoiser import Denoiser, Transformer
+from relaylm.models.folder import CARD, HELDOUT, load_network, save_family
+from relaylm.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a family came from, for the parts that are loaded on first use."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    dtype: torch.dtype
+    narrow: bool = False
+
+
+@dataclass
+class Family:
+    """Denoisers that may take turns, ordered from light to heavy."""
+
+    models: Mapping[str, Denoiser]
+    mask_id: int
+    vocab_size: int  # counts the mask
+    length: int  # the longest sequence; shorter ones are allowed
+    tokenizer: Tokenizer | None = None
+    name: str = ""
+    light: str = ""  # the model that L means; by default the smallest
+    heavy: str = ""  # the model that H means; by default the largest
+    device: torch.device = torch.device("cpu")  # that of the models, if they have one  # noqa: RUF009
+    meta: dict[str, Any] = field(default_factory=dict)
+    stored: Stored | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.models = check_models(self.models, self.mask_id, self.vocab_size, self.length, self.tokenizer)
+        self.light, self.heavy = self.light or self.names[0], self.heavy or self.names[-1]
+        self.check_names((self.light, self.heavy))
+        devices = {model.device for model in self.models.values() if hasattr(model, "device")}
+        if len(devices) > 1:
+            raise UserError(f"the models are on different devices: {', '.join(sorted(map(str, devices)))}")
+        self.device = devices.pop() if devices else torch.device(self.device)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The models' names, from light to heavy."""
+        return tuple(self.models)
+
+    def __getitem__(self, name: str) -> Denoiser:
+        self.check_names((name,))
+        return self.models[name]
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Refuse a name that no model of the family has."""
+        check_known(names, self.models)
+
+    def roles(self, light: str | None = None, heavy: str | None = None) -> tuple[str, str]:
+        """The names that L and H stand for: the given ones, else the family's own."""
+        names = light or self.light, heavy or self.heavy
+        self.check_names(names)
+        return names
+
+    def batch_size(self, n: int, length: int) -> int:
+        """The default number of rows in a call, at most n.
+
+        CPU: about a million activations (B * length * width), 1024 to 4096 tokens, so that a block's working set stays
+        in the caches; a power of two. CUDA: 1024 tokens for each multiprocessor (132 rows of 1024 on an H200), so that
+        the tiles of a product come out even; or, where half of the free memory does not hold them at 40 bytes for each
+        of a row's activations and 16 for each logit of 8 due positions, a power of two that it holds."""
+        width = max(getattr(getattr(model, "architecture", None), "width", 256) for model in self.models.values())
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            even = 1024 * torch.cuda.get_device_properties(self.device).multi_processor_count // length
+            rows = free // 2 // (40 * length * width + 16 * 8 * self.vocab_size)
+            if even <= rows:
+                return max(1, min(n, even))
+        else:
+            rows = min(4096, max(1024, (1 << 20) // width)) // length
+        return max(1, min(n, 1 << max(0, int(rows).bit_length() - 1)))
+
+    def to(self, device: str | torch.device, dtype: str | torch.dtype | None = None) -> Family:
+        """Move the models, in place; `dtype` as in `load`, None leaves it."""
+        device = pick_device(device)
+        chosen = None if dtype is None else pick_dtype(dtype, device)
+        extras = [*self.__dict__.get("twins", {}).values(), self.__dict__.get("judge")]
+        for model in (*self.models.values(), *extras):
+            if isinstance(model, Transformer):
+                place(model, device, chosen)
+            elif hasattr(model, "to"):
+                model.to(device)
+        self.device = device
+        if self.stored is not None and chosen is not None:
+            self.stored = dataclasses.replace(self.stored, dtype=chosen)
+        return self
+
+    @cached_property
+    def judge(self) -> Transformer | None:
+        """The left-to-right model that scores the family's samples, loaded on first use."""
+        entry = self.stored and self.stored.manifest["judge"]
+        return self._load_stored("judge", entry) if entry else None
+
+    @cached_property
+    def twins(self) -> dict[str, Transformer]:
+        """Models trained like those of the same name from another seed: they show how far apart equal models are."""
+        entries = self.stored.manifest["twins"] if self.stored is not None else {}
+        return {name: self._load_stored(f"twin of {name}", entry) for name, entry in entries.items()}
+
+    def _load_stored(self, what: str, entry: dict[str, Any]) -> Transformer:
+        assert self.stored is not None
+        return load_network(self.stored.folder, what, entry, self.device, self.stored.dtype)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder it was loaded from."""
+        return self.stored.folder if self.stored is not None else None
+
+    @property
+    def heldout(self) -> Path | None:
+        """A text that came with the family and that it was not trained on (heldout.txt in its folder)."""
+        path = None if self.folder is None else self.folder / HELDOUT
+        return path if path is not None and path.is_file() else None
+
+    @property
+    def digest(self) -> str | None:
+        """A sha256 of everything that determines what the family computes, as stored; None for one made in memory."""
+        return self.stored.manifest["digest"] if self.stored is not None else None
+
+    @property
+    def precision(self) -> str:
+        """What the models compute in, in words; it affects the bits of a sample."""
+        if self.stored is None:
+            return "as given"
+        return str(self.stored.dtype).removeprefix("torch.") + (", narrow residual" if self.stored.narrow else "")
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path,
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype | None = None,
+        revision: str | None = None,
+        narrow: bool = False,
+    ) -> Family:
+        """A family from a folder, by the name of a bundled one, or by its Hugging Face id "owner/name"; or from public
+        checkpoints (`relaylm.convert`).
+
+        `dtype` is what the blocks compute in: by default bfloat16 on CUDA and float32 elsewhere (the rest is float32
+        either way; float64 is for tests). `narrow` puts the residual stream in that type as well, which is faster on a
+        GPU and only nearly the same law. adaLN without time conditioning is folded into the weights."""
+        from relaylm.convert import open_family  # the one import of a higher floor: it knows every format
+
+        return open_family(source, device, dtype, revision, narrow)
+
+    from_pretrained = load
+
+    def save_pretrained(self, folder: str | Path, *, overwrite: bool = False, **options: Any) -> Path:
+        """Store what is in memory, judge and twins included; options as for `save_family`. A family loaded on CUDA has
+        its blocks rounded to bfloat16: load on the CPU to keep all digits."""
+        card = None
+        if self.folder is not None and (self.folder / CARD).is_file():
+            card = read_bytes(self.folder / CARD).decode("utf-8", errors="replace")
+        given: dict[str, Any] = {
+            "name": self.name or None,
+            "length": self.length,
+            "light": self.light,
+            "heavy": self.heavy,
+            "judge": self.judge,
+            "twins": self.twins,
+            "card": card,
+            "meta": self.meta,
+        }
+        return save_family(folder, self.models, self.tokenizer, overwrite=overwrite, **{**given, **options})

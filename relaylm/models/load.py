@@ -1,0 +1,175 @@
+"""Families by their source: found, loaded, described, listed.
+
+A source is a folder, the name of a family that came with the package, or a Hugging Face id. Public checkpoints of other
+formats are sources too; `relaylm.convert` reads those.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from relaylm.core import cost
+from relaylm.errors import UserError, reason
+from relaylm.files import backup
+from relaylm.models.compat import pick_device, pick_dtype
+from relaylm.models.denoiser import Architecture
+from relaylm.models.family import Family, Stored
+from relaylm.models.folder import MANIFEST, files_of, load_network, read_manifest, refuse_pickles
+from relaylm.models.tokenizer import load_tokenizer
+
+BUNDLED = Path(__file__).parent / "families"
+HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.md", "*.jinja")  # nothing that could be code or a pickle
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def bundled() -> list[str]:
+    """Names of the families that came with the package."""
+    return sorted(path.parent.name for path in BUNDLED.glob(f"*/{MANIFEST}"))
+
+
+def locate(source: str | Path, revision: str | None = None) -> Path:
+    """The folder of a family: given as such, bundled, or fetched from the Hugging Face hub into its cache."""
+    text = str(source)
+    folder = Path(os.path.expanduser(text))  # os.path, here and below: never raises, whatever the text
+    if not os.path.exists(folder):
+        if os.path.isdir(backup(folder)):
+            return backup(folder)  # a save was killed between its two renames
+        if text in bundled():
+            folder = BUNDLED / text
+    if os.path.isdir(folder):
+        if revision is not None:
+            raise UserError(f"a revision is for a family on the Hugging Face hub, but {text!r} is a folder")
+        return folder
+    if os.path.exists(folder):
+        raise UserError(f"{text!r} is a file, but a family is a folder")
+    if isinstance(source, str) and _HUB_ID.fullmatch(text):
+        return download(text, revision, HUB_FILES)
+    known = f"the bundled families are {', '.join(bundled())}" if bundled() else "no families are bundled"
+    raise UserError(f"there is no family {text!r}: no such folder, {known}, and a hub id is written owner/name")
+
+
+def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """The files of a hub repository that match the patterns, from the cache or the network. huggingface_hub's own
+    settings apply (HF_HOME, HF_HUB_OFFLINE)."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise UserError(
+            f"there is no file or folder {name!r}, and fetching it from the Hugging Face hub needs "
+            f"`pip install relaylm[hub]`"
+        ) from None
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+    except Exception as error:  # the hub's errors come from several libraries; all of them mean: not fetched
+        at = "" if revision is None else f" at revision {revision}"
+        raise UserError(
+            f"there is no file or folder {name!r}, and it could not be fetched from the Hugging Face hub{at} "
+            f"({type(error).__name__}: {reason(error)})"
+        ) from None
+
+
+def load_family(
+    folder: Path, device: str | torch.device = "cpu", dtype: str | torch.dtype | None = None, narrow: bool = False
+) -> Family:
+    """The family in a folder; `Family.load` has the arguments."""
+    manifest = read_manifest(folder)
+    refuse_pickles(folder)
+    where = pick_device(device)
+    chosen = pick_dtype(dtype, where)
+    tokenizer = None if manifest["tokenizer"] is None else load_tokenizer(manifest["tokenizer"], folder)
+    models = {key: load_network(folder, key, entry, where, chosen) for key, entry in manifest["models"].items()}
+    for model in models.values():
+        model.narrow = narrow
+    return Family(
+        models,
+        manifest["mask_id"],
+        manifest["vocab_size"],
+        manifest["length"],
+        tokenizer,
+        manifest["name"],
+        manifest["roles"]["light"],
+        manifest["roles"]["heavy"],
+        where,
+        manifest["meta"],
+        Stored(folder, manifest, chosen, narrow),
+    )
+
+
+# -------------------------------------------------------------------------------------------------- what is inside
+
+
+def describe(source: str | Path) -> dict[str, Any]:
+    """What `relaylm info` shows of a stored family. Reads family.json and the sizes of the files, not the weights.
+
+    `flops_per_call` is one row through the network with logits at one position, as the exact sampler mostly calls it;
+    `flops_full` has logits at every position, as published samplers do."""
+    folder = locate(source)
+    manifest = read_manifest(folder)
+    length, roles, judge = manifest["length"], manifest["roles"], manifest["judge"]
+    models = {name: _describe_entry(folder, entry, length) for name, entry in manifest["models"].items()}
+    names = sorted(models, key=lambda name: models[name]["flops_per_call"])
+    files = {file: folder / file for file in files_of(manifest)}
+    return {
+        "name": manifest["name"],
+        "folder": str(folder),
+        "length": length,
+        "vocab_size": manifest["vocab_size"],
+        "mask_id": manifest["mask_id"],
+        "tokenizer": manifest["tokenizer"],
+        "roles": {"light": roles["light"] or names[0], "heavy": roles["heavy"] or names[-1]},
+        "models": {name: models[name] for name in names},
+        "judge": None if judge is None else _describe_entry(folder, judge, length),
+        "twins": {name: _describe_entry(folder, entry, length) for name, entry in manifest["twins"].items()},
+        "bytes": _size(files.values()),
+        "missing": [file for file, path in files.items() if not path.is_file()],
+        "digest": manifest["digest"],
+        "meta": manifest["meta"],
+    }
+
+
+def list_families(*places: str | Path) -> list[dict[str, Any]]:
+    """What `relaylm ls` shows: the bundled families, and those directly inside each of `places` (the current folder if
+    none is given). A folder that cannot be read is listed with its error."""
+    found: dict[Path, str] = {BUNDLED / name: name for name in bundled()}
+    for outer in places or (Path("."),):
+        root = Path(outer).expanduser()
+        for manifest in (root / MANIFEST, *sorted(root.glob(f"*/{MANIFEST}"))):
+            if manifest.is_file() and not manifest.parent.name.startswith("."):
+                found.setdefault(manifest.parent, str(manifest.parent))
+    listed = []
+    for folder, source in found.items():
+        entry: dict[str, Any] = {"source": source, "bundled": folder.parent == BUNDLED}
+        try:
+            about = describe(folder)
+            keys = ("name", "length", "vocab_size", "bytes", "missing")
+            entry |= {key: about[key] for key in keys} | {"models": list(about["models"]), "error": None}
+        except UserError as error:
+            entry["error"] = str(error)
+        listed.append(entry)
+    return listed
+
+
+def _describe_entry(folder: Path, entry: Mapping[str, Any], length: int) -> dict[str, Any]:
+    a = Architecture(**entry["architecture"])
+    numbers = a.depth, a.width, a.vocab_size, length
+    return {
+        "depth": a.depth,
+        "width": a.width,
+        "heads": a.heads,
+        "parameters": entry["parameters"],
+        "time_conditioning": a.time_conditioning,
+        "flops_per_call": cost.call_flops(*numbers, 1, a.mlp_ratio),
+        "flops_full": cost.call_flops(*numbers, None, a.mlp_ratio),
+        "dtype": entry["dtype"],
+        "bytes": _size(folder / file for file in entry["files"]),
+    }
+
+
+def _size(files: Iterable[Path]) -> int:
+    return sum(file.stat().st_size for file in files if file.is_file())

@@ -1,0 +1,256 @@
+r"""Network calls on a device: tokens in, the due positions' tokens written in place.
+
+On CUDA a call of the shipped network is one CUDA graph of fixed shape: the host sends a few kilobytes of indices,
+replays it, and goes on to the next call without waiting. Everywhere else the same code runs eagerly.
+
+**Logits only where they are needed.** The trunk's last block and the vocabulary head run at due positions alone; no
+tensor of B x L x V elements is made, unless a policy asks for the logits of all masked positions.
+
+Shapes: n rows, B rows in a call, R of them real, L positions, K places for due positions in each row, N due positions
+kept for the head, U positions that first calls write, D features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from relaylm.core.plan import Plan
+from relaylm.kernels import available
+from relaylm.models.denoiser import Transformer
+from relaylm.sampling.law import Drawer, Law, widest_float
+
+SCRATCH = -1  # the last row of an engine's state, for the empty places of a call; nobody reads it
+CALLS_AHEAD = 8  # calls that the host may be ahead of the device
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Places in one call: B rows, K due positions in a row, N due positions in all."""
+
+    rows: int
+    per_row: int
+    kept: int
+
+    @property
+    def parts(self) -> list[int]:
+        """Lengths of the parts of a call's index."""
+        return [self.rows, self.rows * self.per_row, self.kept, self.kept, self.kept]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One batch for one network. Empty places belong to the scratch row."""
+
+    model: int
+    shape: Shape
+    rows_R: np.ndarray
+    events_R: np.ndarray
+    counts_R: np.ndarray  # due positions of each row
+    due_F: np.ndarray  # those positions, row after row
+    t_B: np.ndarray
+    index: np.ndarray
+    """Side by side, so that one transfer carries all: the rows (B) and their due positions (B K); of each place kept
+    for the head its number among the B K, its row and its position (N each)."""
+
+
+class Engine:
+    """Token state on the device, and the network calls that change it.
+
+    Models are anything with `logits_at(tokens, t, positions)`, or `hidden_at` and `head` in its place. With `scored` a
+    call also returns the log-probabilities of the tokens it wrote, which dynamic policies see."""
+
+    def __init__(
+        self,
+        models: Sequence[Any],
+        plan: Plan,
+        mask_id: int,
+        law: Law,
+        device: torch.device | str,
+        scored: bool = False,
+    ) -> None:
+        self.models, self.device, self.scored = list(models), torch.device(device), scored
+        self.exact = widest_float(self.device)
+        self.drawer = Drawer(law, plan.seed, mask_id, self.device)
+        self.state_nL = torch.full((plan.n + 1, plan.length), mask_id, device=self.device)
+        self.row_ids = torch.zeros(plan.n + 1, dtype=torch.int64, device=self.device)
+        self.load(plan.rows_n, np.where(plan.given_nL < 0, mask_id, plan.given_nL))
+        self._graphs: dict[tuple[int, Shape], _Graph] = {}
+        self._seen: set[tuple[int, Shape]] = set()
+        self._under_way: deque[Any] = deque()
+
+    def load(self, rows_m: np.ndarray, tokens_mL: np.ndarray) -> None:
+        """Put other rows, masks included, in the first places. In place, so captured calls stay valid."""
+        self.row_ids[: len(rows_m)] = torch.from_numpy(rows_m.astype(np.int64)).to(self.device)
+        self.state_nL[: len(rows_m)] = torch.from_numpy(tokens_mL.astype(np.int64)).to(self.device)
+
+    def serves(self, models: Sequence[Any], plan: Plan, mask_id: int, law: Law, scored: bool) -> bool:
+        """Was this engine made for such a run? All of this is fixed in what it has captured."""
+        drawer, shape = self.drawer, (plan.n + 1, plan.length)
+        own = (drawer.seed, drawer.law, drawer.mask_id, self.scored, tuple(self.state_nL.shape))
+        return own == (plan.seed, law, mask_id, scored, shape) and [*map(id, self.models)] == [*map(id, models)]
+
+    def run(self, call: Call, everywhere: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Make a call: draw a token for each kept place and write it. Returns those tokens, their log-probabilities
+        (if `scored`) and, with `everywhere`, the logits at every position of the batch's rows (B, L, V). What is
+        returned may be overwritten by the next call."""
+        key = (call.model, call.shape)
+        # Without Triton the race asks the device how many blocks to open, which a graph cannot hold.
+        capture = self.device.type == "cuda" and available() and not everywhere
+        if capture and isinstance(self.models[call.model], Transformer):
+            # The first call of a shape runs eagerly (it also warms everything up); the second is captured.
+            if key in self._seen and key not in self._graphs:
+                # Graphs share their memory, since only one of them runs at a time.
+                pool = next((other.graph.pool() for other in self._graphs.values()), None)
+                self._graphs[key] = _Graph(self, call.model, call.shape, pool)
+            self._seen.add(key)
+            if key in self._graphs:
+                result = self._graphs[key].replay(call)
+                self._keep_pace()
+                return *result, None
+        index = torch.from_numpy(call.index).to(self.device)
+        t_B = torch.from_numpy(call.t_B).to(self.device, self.exact)
+        return self.step(call.model, call.shape, index, t_B, everywhere)
+
+    def step(
+        self, model_index: int, shape: Shape, index: Tensor, t_B: Tensor, everywhere: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The device's part of a call, on tensors that are there already."""
+        model = self.models[model_index]
+        rows_B, positions, kept_N, row_N, position_N = torch.split(index, shape.parts)
+        tokens_BL, logits_BLV = self.state_nL[rows_B], None
+        if everywhere:
+            logits_BLV, head = model.logits(tokens_BL, t_B), None
+            features = logits_BLV[kept_N // shape.per_row, position_N]
+        else:
+            features, head = features_at(model, tokens_BL, t_B, positions.view(shape.rows, shape.per_row))
+            features = features[kept_N]
+        t_N = t_B[kept_N // shape.per_row] if head is not None and _sees_t(model) else None
+        return *self._write(features, head, t_N, row_N, position_N, shape.rows), logits_BLV
+
+    def _write(
+        self, features: Tensor, head: Any, t_N: Tensor | None, row_N: Tensor, position_N: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """Draw a token for each place and write it. `head` makes logits of the features; without one they are logits.
+        With few steps most positions of a call's rows are due at once, so large heads are run in slices."""
+        parts, most = [], max(1, rows * self.state_nL.shape[1] // 4)
+        for start in range(0, len(features), most):
+            part_N = slice(start, start + most)
+            t = None if t_N is None else t_N[part_N]
+            logits_NV = features[part_N] if head is None else head(features[part_N], t)
+            parts.append(self._draw(logits_NV, row_N[part_N], position_N[part_N]))
+        token_N, logprob_N = (torch.cat(pair) if len(parts) > 1 else pair[0] for pair in zip(*parts, strict=True))
+        self.state_nL[row_N, position_N] = token_N
+        return token_N, logprob_N
+
+    def _draw(self, logits_NV: Tensor, row_N: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
+        token_N, lawful_NV = self.drawer(logits_NV, self.row_ids[row_N], position_N, torch.zeros_like(row_N))
+        if not self.scored:
+            return token_N, token_N
+        log_p_NV = lawful_NV.to(self.exact).log_softmax(dim=-1)
+        return token_N, log_p_NV.gather(1, token_N[:, None])[:, 0]
+
+    def first_features(self, model_index: int, shape: Shape, positions_U: np.ndarray) -> Tensor:
+        """What the head takes (U, D) at these positions of row 0 as it is now. By calls of this shape whose rows are
+        all that row, so that the bits are those of any other call of the shape."""
+        model, places = self.models[model_index], shape.rows * shape.per_row
+        tokens_BL = self.state_nL[:1].expand(shape.rows, -1).contiguous()
+        t_B = torch.ones(shape.rows, dtype=self.exact, device=self.device)
+        parts = []
+        for start in range(0, len(positions_U), places):
+            some = positions_U[start : start + places]
+            padded = np.concatenate([some, np.zeros(places - len(some), dtype=np.int64)])
+            positions_BK = torch.from_numpy(padded).to(self.device).view(shape.rows, shape.per_row)
+            parts.append(model.hidden_at(tokens_BL, t_B, positions_BK).flatten(0, 1)[: len(some)])
+        return torch.cat(parts)
+
+    def run_first(self, call: Call, features_UD: Tensor, slot_L: np.ndarray) -> Tensor:
+        """A call for rows whose tokens are those of row 0 in `first_features`: only the head and the draw. `slot_L`
+        says where among the features a position is. Returns the tokens."""
+        model = self.models[call.model]
+        *_, row_N, position_N = torch.split(torch.from_numpy(call.index).to(self.device), call.shape.parts)
+        features = features_UD[torch.from_numpy(slot_L).to(self.device)[position_N]]
+        t_N = torch.ones(len(row_N), dtype=self.exact, device=self.device) if _sees_t(model) else None
+        return self._write(features, model.head, t_N, row_N, position_N, call.shape.rows)[0]
+
+    def _keep_pace(self) -> None:
+        """Let the host run a few calls ahead of the device and no further: the device never waits, and progress and
+        interruption still mean something."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._under_way.append(event)
+        if len(self._under_way) > CALLS_AHEAD:
+            self._under_way.popleft().synchronize()
+
+    def release(self) -> None:
+        """Give back what the graphs hold."""
+        self._graphs.clear()
+        self._seen.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def features_at(model: Any, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> tuple[Tensor, Any]:
+    """Features (B K, D) at the listed positions and the head that makes logits of them, or logits (B K, V) and None."""
+    if hasattr(model, "hidden_at"):
+        return model.hidden_at(tokens_BL, t_B, positions_BK).flatten(0, 1), model.head
+    return model.logits_at(tokens_BL, t_B, positions_BK).flatten(0, 1), None
+
+
+def _sees_t(model: Any) -> bool:
+    """Does the head want the time? A plain network's does not."""
+    return not (isinstance(model, Transformer) and not model.architecture.adaln)
+
+
+class _Graph:
+    """A captured call: fixed shape, fixed buffers."""
+
+    def __init__(self, engine: Engine, model: int, shape: Shape, pool: Any) -> None:
+        b = shape.rows
+        # While capturing, every place is the scratch row's, so that nothing real is written.
+        values = (SCRATCH, 0, 0, SCRATCH, 0)
+        index = torch.cat([torch.full((size,), value) for size, value in zip(shape.parts, values, strict=True)])
+        # Indices and, as the same number of bytes, times: one transfer carries both.
+        self.sent = torch.cat([index, torch.ones(b, dtype=torch.float64).view(torch.int64)]).to(engine.device)
+        self.index, self.t_B = self.sent[:-b], self.sent[-b:].view(torch.float64)
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            engine.step(model, shape, self.index, self.t_B)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        # What other threads do on the device meanwhile must not spoil the capture.
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            self.tokens, self.logprobs, _ = engine.step(model, shape, self.index, self.t_B)
+
+    def replay(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Run the captured call on another batch of its shape."""
+        # From pageable memory these few kilobytes are staged by the driver, so the host does not wait for the device.
+        self.sent.copy_(torch.from_numpy(np.concatenate([call.index, call.t_B.view(np.int64)])), non_blocking=True)
+        self.graph.replay()
+        return self.tokens, self.logprobs
+
+
+@contextlib.contextmanager
+def settings(device: torch.device | str) -> Iterator[None]:
+    """Inference mode, and on CUDA the fastest attention there is and no TF32 where float32 was asked for."""
+    with torch.inference_mode():
+        if torch.device(device).type != "cuda":
+            yield
+            return
+        allowed = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = False
+        kinds = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+        try:
+            with sdpa_kernel([getattr(SDPBackend, kind) for kind in kinds], set_priority=True):
+                yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = allowed

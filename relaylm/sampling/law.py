@@ -1,0 +1,89 @@
+"""How logits become tokens: the law that tokens are drawn from, and the draw.
+
+Shapes: N places, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from relaylm.errors import UserError
+from relaylm.kernels.draw import race
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """float64; float32 on MPS, which has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+@dataclass(frozen=True)
+class Law:
+    """How logits become a distribution. The default is the model's own law; each option changes it."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise UserError(f"temperature must be above 0, not {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k must be at least 1, not {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must lie in (0, 1], not {self.top_p}")
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """The options in force, as text; empty if samples follow the models' own law."""
+        top_p = None if self.top_p == 1 else self.top_p
+        pairs = (("temperature", self.temperature, 1.0), ("top_k", self.top_k, None), ("top_p", top_p, None))
+        return tuple(f"{name}={value}" for name, value, off in pairs if value != off)
+
+    def apply(self, logits_NV: Tensor, mask_id: int) -> Tensor:
+        """Logits of the law. The mask gets -inf in place; then temperature, top-k, top-p, in that order."""
+        if mask_id < logits_NV.shape[-1]:
+            logits_NV[:, mask_id] = -torch.inf
+        if self.temperature != 1.0:
+            logits_NV = logits_NV / self.temperature
+        if self.top_k is not None and self.top_k < logits_NV.shape[-1]:
+            kth = logits_NV.topk(self.top_k, dim=-1).values[:, -1:]
+            logits_NV = logits_NV.masked_fill(logits_NV < kth, -torch.inf)
+        if self.top_p is not None and self.top_p < 1:
+            ordered, index = logits_NV.sort(dim=-1, descending=True)
+            p = ordered.to(widest_float(logits_NV.device)).softmax(dim=-1)
+            beyond = p.cumsum(dim=-1) - p >= self.top_p  # the smallest set whose mass reaches top_p; never empty
+            logits_NV = logits_NV.masked_fill(torch.zeros_like(beyond).scatter(-1, index, beyond), -torch.inf)
+        return logits_NV
+
+
+class Drawer:
+    """Draws tokens from logits under a law, by the noise of a plan's seed. `greedy` takes the likeliest token."""
+
+    def __init__(self, law: Law, seed: int, mask_id: int, device: torch.device, greedy: bool = False) -> None:
+        self.law, self.seed, self.mask_id, self.greedy = law, seed, mask_id, greedy
+        self._sum_of_largest = torch.zeros((), dtype=widest_float(device), device=device)
+
+    def __call__(self, logits_NV: Tensor, row_N: Tensor, position_N: Tensor, draw_N: Tensor) -> tuple[Tensor, Tensor]:
+        """A token for each place, and the logits (N, V) of the law that it was drawn from."""
+        lawful_NV = self.law.apply(logits_NV, self.mask_id)
+        # The largest logit is NaN if any is, +inf if any is, and -inf if no token is possible; -inf for some tokens is
+        # allowed. A sum is finite only if all of its terms are.
+        self._sum_of_largest += lawful_NV.amax(dim=-1).sum(dtype=self._sum_of_largest.dtype)
+        if self.greedy:
+            token_N = lawful_NV.argmax(dim=-1)
+        else:
+            token_N = race(lawful_NV, self.seed, row_N, position_N, draw_N)
+        return token_N.clamp_max(lawful_NV.shape[-1] - 1), lawful_NV  # a race among NaNs has no winner
+
+    def check(self) -> None:
+        """Refuse what was drawn if any logits were not finite. Call it once at the end: it waits for the device."""
+        total = float(self._sum_of_largest)
+        self._sum_of_largest.zero_()
+        if not math.isfinite(total):
+            raise UserError(
+                "a model gave logits that are not finite: its weights are damaged or overflow this precision"
+            )

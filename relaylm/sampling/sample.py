@@ -1,0 +1,270 @@
+"""The public `sample`: from a request in text or token ids to samples in text.
+
+Lays the request out as token ids with -1 at free positions, makes a plan, runs it and decodes what comes out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from relaylm.core.diffusion import LINEAR, Alpha
+from relaylm.core.plan import make_plan
+from relaylm.core.schedule import Policy, Schedule, Spacing, Timetable
+from relaylm.core.spacing import spread_over
+from relaylm.errors import UserError
+from relaylm.models.family import Family
+from relaylm.models.tokenizer import BLANK
+from relaylm.sampling.confidence import decode
+from relaylm.sampling.denoise import denoise
+from relaylm.sampling.law import Law
+from relaylm.sampling.result import Event, Samples
+from relaylm.sampling.rules import Rule, parse_rule
+from relaylm.sampling.windows import continued, window_seed
+
+
+def lay_out(
+    family: Family,
+    prompt: str | None = None,
+    suffix: str | None = None,
+    infill: str | None = None,
+    length: int | None = None,
+    max_new_tokens: int | None = None,
+) -> np.ndarray:
+    """Token ids (L,) of a request, -1 where the family is to write.
+
+    A prompt stands at the front, a suffix at the end. `infill` is a whole text in which every `_` is one free position
+    (one token; the text between blanks is tokenised by itself), and its length is its own. L is `length` if given,
+    else prompt + max_new_tokens + suffix, else the family's length."""
+    for key, value in (("max_new_tokens", max_new_tokens), ("length", length)):
+        if value is not None and value < 1:
+            raise UserError(f"{key} must be at least 1, not {value}")
+    if length is not None and length > family.length:
+        raise UserError(f"length {length} is more than the family's {family.length}")
+    if length is not None and max_new_tokens is not None:
+        raise UserError("give length or max_new_tokens, not both")
+    if infill is not None:
+        if prompt or suffix or max_new_tokens is not None:
+            raise UserError("infill already says what stands where: give it without prompt, suffix and max_new_tokens")
+        return _lay_out_infill(family, infill, length)
+    front, back = _encode(family, prompt, "prompt"), _encode(family, suffix, "suffix")
+    what = "the prompt and the suffix take" if front and back else f"the {'suffix' if back else 'prompt'} takes"
+    taken = len(front) + len(back)
+    if max_new_tokens is not None and taken + max_new_tokens > family.length:
+        known = f"{what} {taken} and " if taken else ""
+        raise UserError(f"{known}max_new_tokens is {max_new_tokens}, but the family's length is {family.length}")
+    length = length or (family.length if max_new_tokens is None else taken + max_new_tokens)
+    if taken > length:
+        raise UserError(f"{what} {taken} positions, but the length is {length}")
+    if taken == length:
+        raise UserError(f"nothing is left to write: {what} all {length} positions")
+    return np.array(front + [-1] * (length - taken) + back, dtype=np.int64)
+
+
+def _lay_out_infill(family: Family, infill: str, length: int | None) -> np.ndarray:
+    first, *others = (_encode(family, piece, "infill text") for piece in infill.split(BLANK))
+    ids = first + [token for piece in others for token in (-1, *piece)]
+    if not others:
+        raise UserError(f"nothing is left to write: the infill text has no {BLANK} (one for each free position)")
+    if length is not None and length != len(ids):
+        raise UserError(f"the infill text takes {len(ids)} positions, but length is {length}: leave length out")
+    if len(ids) > family.length:
+        raise UserError(f"the infill text takes {len(ids)} positions, but the family's length is {family.length}")
+    return np.array(ids, dtype=np.int64)
+
+
+def _encode(family: Family, text: str | None, what: str) -> list[int]:
+    if not text:
+        return []
+    if family.tokenizer is None:
+        raise UserError(f"this family has no tokenizer, so it cannot read the {what}: give token ids instead")
+    try:
+        ids = family.tokenizer.encode(text)
+    except UserError as error:
+        raise UserError(f"the {what} cannot be read: {error}") from None
+    if family.mask_id in ids:
+        raise UserError(f"the {what} contains the mask token: use infill with {BLANK} for what is to be written")
+    return ids
+
+
+def checked_given(given: Any, n: int, length: int) -> np.ndarray:
+    """Token ids, -1 where free: one row for all, or n rows."""
+    array = np.asarray(given)
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or (array.ndim == 2 and len(array) != n):
+        raise UserError(
+            f"given must hold whole numbers, in one row or in {n}, not {array.dtype} in shape {array.shape}"
+        )
+    if not 1 <= array.shape[-1] <= length:
+        raise UserError(f"{array.shape[-1]} positions are given, but the family's length is {length}")
+    return array
+
+
+def pick_batch_size(family: Family, n: int, length: int, models: int) -> int:
+    """Rows in a call: the family's number, but where models take turns at most half of the rows, as long as calls stay
+    large enough to be efficient. A batch has one model, and the queue needs rows to choose from to keep it full."""
+    whole = family.batch_size(n, length)
+    least = (16384 if family.device.type == "cuda" else 1024) // length
+    return whole if models < 2 else min(whole, max(1, least, n // 2))
+
+
+def _bound(family: Family, schedule: str | Schedule | Policy, light: str, heavy: str) -> Policy | Schedule:
+    """A policy with the family's model names in it."""
+    if isinstance(schedule, str):
+        schedule = Schedule.parse(schedule)
+    if not isinstance(schedule, Schedule):
+        return schedule
+    schedule = schedule.bind(light, heavy)
+    if unknown := [name for name in schedule.models if name not in family.models]:
+        raise UserError(
+            f"there is no model {unknown[0]!r} in this family: it has {', '.join(family.names)}; schedules by name are "
+            "heavy, light, quarter:1, sandwich:25%, small-first:25%, interleaved:25%, random:7:25%"
+        )
+    return schedule
+
+
+def choose_spacing(
+    policy: Policy | Schedule,
+    steps: float | None,
+    spacing: str | int | Spacing | None,
+    spread: bool,
+    length: int,
+    default: str | None,
+) -> tuple[Policy | Schedule, float | None]:
+    """The policy with the spacing that was asked for, and the steps that are left. `spread` asks for the spacing that
+    takes about `steps` calls; `default` is the family's own, for schedules in shares without steps."""
+    if spread:
+        if spacing is not None:
+            raise UserError("spread chooses the spacing from the number of steps: give spread or a spacing, not both")
+        if steps is None or math.isinf(steps):
+            raise UserError("spread needs a number of steps: about as many calls are made")
+        spacing, steps = spread_over(steps, length), None
+    if spacing is None and steps is None and isinstance(policy, Schedule) and policy.takes_spacing:
+        spacing = default
+    if spacing is None:
+        return policy, steps
+    if not isinstance(policy, Schedule):
+        raise UserError("a spacing goes with a schedule, not with a timetable or a dynamic policy")
+    if policy.spacing is not None:
+        raise UserError(f"the schedule says {policy.spacing} already: leave the spacing out")
+    return replace(policy, spacing=Spacing.parse(spacing)), steps
+
+
+def law_text(policy: Policy | Schedule, steps: float | None, rule: Rule | None) -> str:
+    """What decides which positions a call writes: a rule, a spacing, or a number of steps."""
+    if rule is not None:
+        return str(rule)
+    if isinstance(policy, Schedule) and policy.spacing is not None:
+        return str(policy.spacing)
+    own = policy.steps if isinstance(policy, Schedule | Timetable) else None
+    return f"uniform:{'inf' if steps is not None and math.isinf(steps) else int(own or steps or 0)}"
+
+
+def _draft(streamer: Any, given_L: np.ndarray, mask_id: int) -> Callable[[Event], None]:
+    """A callback that shows a streamer the first row after each of its events, masks included."""
+    show, tokens_L = getattr(streamer, "put_draft", None), torch.from_numpy(np.where(given_L < 0, mask_id, given_L))
+
+    def follow(event: Event) -> None:
+        if event.row == 0 and show is not None:
+            tokens_L[event.positions] = torch.tensor(event.tokens)
+            show(tokens_L[None].clone())
+
+    return follow
+
+
+def sample(
+    family: Family,
+    schedule: str | Schedule | Policy = "heavy",
+    n: int = 1,
+    *,
+    steps: float | None = None,
+    spacing: str | int | Spacing | None = None,
+    spread: bool = False,
+    length: int | None = None,
+    seed: int = 0,
+    prompt: str | None = None,
+    suffix: str | None = None,
+    infill: str | None = None,
+    given: np.ndarray | None = None,
+    max_new_tokens: int | None = None,
+    stop: str | None = None,
+    temperature: float = 1.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    rule: str | Rule | None = None,
+    block_length: int | None = None,
+    stride: int | None = None,
+    light: str | None = None,
+    heavy: str | None = None,
+    batch_size: int | None = None,
+    first_row: int = 0,
+    alpha: Alpha = LINEAR,
+    callback: Callable[[Event], None] | Any = None,
+    on_calls: Callable[[int, int], None] | None = None,
+) -> Samples:
+    """n samples from a family under a model schedule.
+
+    `schedule` is text ("L32 H192 L32", "sandwich:25%"), a Schedule, or a dynamic policy. L and H are the family's
+    smallest and largest model unless `light` and `heavy` say otherwise. `steps` is T, or infinity. `spacing` (16, or
+    "16:prefix") lets a call write positions that are at least so far apart, instead of steps; `spread` chooses it so
+    that about `steps` calls are made. Without any of these: the schedule's own count, else the family's own spacing
+    where it has one, else as many steps as positions. What is given never changes: a `prompt` at the front, a
+    `suffix` at the end, an `infill` text with the tokenizer's blanks (one `_` per free position), or an array `given`
+    of token ids with -1 at free positions. `temperature`, `top_p` and `top_k` change the law of the samples and are off
+    by default. `rule` is a decoding rule (`relaylm.sampling.rules`), with which `temperature` may be 0 (the likeliest
+    tokens); some take a `block_length`. `stride` allows a `length` beyond the family's, written in windows
+    (`relaylm.sampling.windows`). `stop` cuts each text at its first occurrence, after sampling. `callback` receives
+    every event; it may also be a streamer as in transformers (`put`, `put_draft`, `end`), for the first row."""
+    light, heavy = family.roles(light, heavy)
+    policy = _bound(family, schedule, light, heavy)
+    if isinstance(rule, str):
+        rule = parse_rule(rule, block_length)
+    elif block_length is not None:
+        raise UserError("a block length goes with the name of a decoding rule")
+    others = (suffix, infill, given, max_new_tokens, callback)
+    if stride is not None and (length is None or any(option is not None for option in others)):
+        raise UserError("a stride takes a length and perhaps a prompt: no suffix, infill, given, new tokens, callback")
+    if given is None:
+        first = length if stride is None else None  # the first window is as long as the family's
+        given = lay_out(family, prompt, suffix, infill, first, max_new_tokens)
+    elif any(option is not None for option in (prompt, suffix, infill, length, max_new_tokens)):
+        raise UserError("given says all about a row: it cannot go with prompt, suffix, infill or a length")
+    else:
+        given = checked_given(given, n, family.length)
+    default = family.meta.get("spacing") if rule is None and alpha == LINEAR else None
+    policy, steps = choose_spacing(policy, steps, spacing, spread, given.shape[-1], default)
+    free_form = isinstance(policy, Schedule) and (policy.steps is not None or policy.spacing is not None)
+    if steps is None and not free_form and not (rule is not None and rule.adaptive):
+        steps = policy.steps if isinstance(policy, Timetable) else given.shape[-1]
+    streamer: Any = callback if hasattr(callback, "put") else None
+    names = tuple(dict.fromkeys(policy.models)) if isinstance(policy, Schedule | Timetable) else family.names
+    models = {name: model for name, model in family.models.items() if name in names or name == heavy}
+    options: dict[str, Any] = {
+        "mask_id": family.mask_id,
+        "steps": steps,
+        "alpha": alpha,
+        "law": Law(1.0 if rule is not None and temperature == 0 else temperature, top_k, top_p),
+        "batch_size": batch_size or pick_batch_size(family, n, given.shape[-1], len(names)),
+        "heavy": heavy,
+        "device": family.device,
+        "callback": callback if streamer is None else _draft(streamer, np.atleast_2d(given)[0], family.mask_id),
+        "on_calls": on_calls,
+    }
+
+    def run(given: np.ndarray, window: int = 0) -> Samples:
+        plan = make_plan(n, given.shape[-1], window_seed(seed, window), given, first_row)
+        if rule is None:
+            return denoise(models, policy, plan, **options)
+        return decode(models, policy, plan, rule, greedy=temperature == 0, **options)
+
+    samples = run(given) if stride is None else continued(run, given, family.length, length or 0, stride)
+    if streamer is not None:  # the whole first row, once it is written
+        streamer.put(torch.from_numpy(samples.tokens[:1]))
+        streamer.end()
+    texts = [] if family.tokenizer is None else [family.tokenizer.decode(row) for row in samples.tokens]
+    texts = [text.split(stop)[0] for text in texts] if stop else texts
+    return replace(samples, texts=texts, law=law_text(policy, steps, rule))

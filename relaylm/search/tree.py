@@ -1,0 +1,441 @@
+r"""Many schedules under common random numbers, each stretch of trajectory run once.
+
+What a model makes of a row between two times depends on the row's number (which keys its noise), on its tokens before,
+and on nothing else. So work is keyed by exactly that, and two schedules share it
+
+- as long as they agree from the start: a prefix tree. All C(10, 4) placements of four light cells in ten take 790
+  cells' worth of work instead of 2,100;
+- and also where they disagreed before, for those rows whose tokens came out the same all the same: with common noise
+  two models that nearly agree mostly write the same tokens (see `plan`). Their futures have the same noise, so this
+  is exact, too.
+
+The time axis is cut where any schedule changes its model and where grids begin or cease to agree. From one cut to the
+next (a *level*) all distinct (row, tokens, steps, model) of all schedules run together, through the sampler's own queue
+and in the call shapes that a run of each schedule by itself would use: the results are the bits of independent runs in
+batches of the same size. A level is run in pieces, and each can be kept (`save`) and taken back (`load`), so a run that
+was interrupted continues after its last finished piece.
+
+Shapes: S schedules, n rows, L positions, K models, T steps, E events of all grids; U distinct states (a row's number
+and its tokens), M of them at work in a level, m in a piece, F positions written.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from relaylm.core.diffusion import LINEAR
+from relaylm.core.plan import Events, Plan, make_events, make_plan
+from relaylm.core.schedule import Schedule, Timetable
+from relaylm.errors import UserError
+from relaylm.measure.store import content_key
+from relaylm.sampling.denoise import check_request, next_call
+from relaylm.sampling.engine import Call, Engine, settings
+from relaylm.sampling.law import Law
+from relaylm.sampling.queue import Queue
+from relaylm.sampling.result import flops_of_calls
+from relaylm.sampling.sample import checked_given
+
+if TYPE_CHECKING:
+    from relaylm.models.family import Family
+
+PIECE = 64  # batches' worth of rows that are run and kept together
+Engines = dict[tuple[int, int, int], Engine]  # by rows, length and seed
+
+
+class Stopped(Exception):
+    """Sampling was asked to stop. What was saved until then is not lost."""
+
+
+@dataclass(frozen=True)
+class Grown:
+    """The samples of all schedules, and what they took."""
+
+    models: tuple[str, ...]  # the family's, in its order
+    final_UL: np.ndarray  # the distinct rows that came out, so that each need be judged only once
+    which_Sn: np.ndarray  # for each schedule and row an index into them
+    calls_SK: np.ndarray  # row-calls of each schedule, had it been run by itself
+    calls_tree_K: np.ndarray  # if only common prefixes are shared
+    calls_made_K: np.ndarray  # with rows merged where their tokens coincide: these were made, now or when saved
+    flops_S: np.ndarray | None  # of each schedule by itself; None if a denoiser does not say
+    flops_made: float | None
+    merged: int  # stretches of rows that were not run because another one led to the same tokens
+    network_calls: int  # batches sent to networks in this run
+    padded_calls: int  # empty places in them
+    batch_size: int  # at the end: smaller than asked for if memory ran out
+    seconds: float
+
+    @property
+    def tokens_SnL(self) -> np.ndarray:
+        """The tokens of every schedule's rows."""
+        return np.asarray(self.final_UL[self.which_Sn].astype(np.int64))
+
+
+def grow(
+    family: Family,
+    schedules: Sequence[str | Schedule],
+    n: int,
+    *,
+    steps: float | Sequence[float | None] | None = None,
+    seed: int = 0,
+    given: np.ndarray | None = None,
+    first_row: int = 0,
+    batch_size: int | None = None,
+    light: str | None = None,
+    heavy: str | None = None,
+    on_calls: Callable[[int, int], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+    load: Callable[[str], dict[str, Any] | None] | None = None,
+    save: Callable[[str, dict[str, Any]], object] | None = None,
+    engines: Engines | None = None,
+) -> Grown:
+    """Rows first_row to first_row + n - 1 under every schedule, as `sample` would give them in batches of that size.
+
+    `steps` is T for all schedules or one for each (None: its own count, else the length); `given` as in `sample`.
+    `on_calls(done, total)` receives row-calls of the prefix tree; rows that merge count as done. `stop` is asked
+    before each network call; if it returns True, Stopped is raised. `save(key, record)` receives each finished piece of
+    work as plain JSON values, and `load(key)` is asked for it first (None: not there). The key covers the rows, their
+    tokens and noise, the steps, models' names and the batch size; a store must add the models' weights, and the device
+    and versions that fix the bits. `engines` keeps engines, and what they captured on the device, from one call to the
+    next with the same family. Memory goes with the number of distinct states, at most S x n x L numbers of the smallest
+    type that holds a token: for large n go by ranges of rows."""
+    began = time.perf_counter()
+    if not schedules:
+        raise UserError("there is nothing to grow: name at least one schedule")
+    light, heavy = family.roles(light, heavy)
+    given = np.full(family.length, -1) if given is None else checked_given(given, n, family.length)
+    plan = make_plan(n, given.shape[-1], seed, given, first_row)
+    each = [steps] * len(schedules) if steps is None or isinstance(steps, int | float) else list(steps)
+    if len(each) != len(schedules):
+        raise UserError(f"there are {len(schedules)} schedules but {len(each)} numbers of steps")
+    tables = [_table(family, item, light, heavy, T, plan.length) for item, T in zip(schedules, each, strict=True)]
+    used = {name for table in tables for name in table.models}
+    check_request({name: family.models[name] for name in used}, plan, family.mask_id, batch_size)
+    batch = batch_size or family.batch_size(n * len(tables), plan.length)
+    tree = _Tree(family, tables, plan)
+    most = PIECE * batch  # rows of a piece; an engine that is kept has places for as many
+    engine = _engine(family, plan, min(n * len(tables), most) if engines is None else most, engines)
+    runner = _Runner(family, plan, tree.events, engine, batch, stop, load, save)
+    final_UL, which_Sn = tree.climb(runner, on_calls)
+    known = tree.flops_KE is not None
+    return Grown(
+        family.names,
+        final_UL,
+        which_Sn,
+        tree.calls_SK,
+        tree.calls_tree_K,
+        tree.calls_made_K,
+        tree.flops_S if known else None,
+        tree.flops_made if known else None,
+        tree.merged,
+        runner.network_calls,
+        runner.padded_calls,
+        runner.batch,
+        time.perf_counter() - began,
+    )
+
+
+def grow_rows(family: Family, schedules: Sequence[Any], first_row: int, rows: int, options: dict[str, Any]) -> Grown:
+    """A range of rows under many schedules that share their work, as `grow` gives them: the task of a worker."""
+    return grow(family, schedules, rows, first_row=first_row, **options)
+
+
+def _table(
+    family: Family, schedule: str | Schedule, light: str, heavy: str, steps: float | None, length: int
+) -> Timetable:
+    schedule = (Schedule.parse(schedule) if isinstance(schedule, str) else schedule).bind(light, heavy)
+    family.check_names(schedule.models)
+    if steps is None:
+        steps = length if schedule.steps is None else schedule.steps
+    if math.isinf(steps) or steps != int(steps):
+        raise UserError(f"shared trajectories need a whole number of steps, not {steps}")
+    return schedule.timetable(int(steps))
+
+
+# ------------------------------------------------------------------------------------------------ levels
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Steps of a grid from one cut to the next, under one model."""
+
+    times: tuple[float, ...]
+    model: int
+    begin_n: np.ndarray  # each row's first event, among those of all grids
+    end_n: np.ndarray  # the one after its last
+    flops_n: np.ndarray  # operations of those events; 0 if a denoiser does not say
+    members: list[int]  # schedules that make these steps
+    prefixes: int  # nodes of the prefix tree that these schedules are at before
+
+    @property
+    def calls_n(self) -> np.ndarray:
+        return self.end_n - self.begin_n
+
+
+class _Tree:
+    """The levels of all schedules, and what they cost: by themselves, as a prefix tree, and as they were run."""
+
+    def __init__(self, family: Family, tables: Sequence[Timetable], plan: Plan) -> None:
+        self.family, self.tables, self.plan = family, tables, plan
+        all_times = list(dict.fromkeys(table.times for table in tables))
+        parts = [make_events(plan, times, LINEAR) for times in all_times]
+        self.events = _side_by_side(parts)
+        self.flops_KE = self._flops()
+        # For each grid (n, T + 1): a row's first event at step k or later, steps counted from the masked end.
+        self.first: dict[tuple[float, ...], np.ndarray] = {}
+        number = 0
+        for times, own in zip(all_times, parts, strict=True):
+            count_nT = np.zeros((plan.n, len(times)), dtype=np.int64)
+            np.add.at(count_nT, (np.repeat(np.arange(plan.n), own.per_row_n), len(times) - own.step_E), 1)
+            self.first[times] = number + own.row_ptr_n1[:-1, None] + np.cumsum(count_nT, axis=1)
+            number += len(own.step_E)
+        models = len(family.names)
+        self.calls_SK, self.flops_S = np.zeros((len(tables), models), dtype=np.int64), np.zeros(len(tables))
+        self.calls_tree_K, self.calls_made_K = np.zeros((2, models), dtype=np.int64)
+        self.flops_made, self.merged = 0.0, 0
+        self.levels = self._levels()
+
+    def _flops(self) -> np.ndarray | None:
+        """(K, E + 1): operations of all events before one, had model k made them; None if a denoiser does not say."""
+        models, count_E = list(self.family.models.values()), self.events.count_E
+        flops_KE = np.zeros((len(models), len(count_E) + 1))
+        for k in range(len(models)):
+            flops_E = flops_of_calls(models, np.full(len(count_E), k), count_E, self.plan.length)
+            if flops_E is None:
+                return None
+            np.cumsum(flops_E, out=flops_KE[k, 1:])
+        return flops_KE
+
+    def _levels(self) -> list[list[_Stretch]]:
+        """The distinct stretches that begin at each cut, from the masked end. Schedules on different grids share one if
+        its times are the same."""
+        cuts = _cuts(self.tables)
+        begins: dict[float, dict[Any, list[tuple[int, int, int]]]] = {}  # time -> times and model -> schedules, steps
+        for s, table in enumerate(self.tables):
+            for first, last in pairwise(k for k, t in enumerate(table.times) if t in cuts):
+                key = table.times[first : last + 1], self.family.names.index(table.models[first])
+                begins.setdefault(table.times[first], {}).setdefault(key, []).append((s, first, last))
+        node_S = [0] * len(self.tables)  # schedules with the same number have agreed so far
+        nodes: dict[tuple[int, Any], int] = {}
+        levels = []
+        for t in sorted(begins, reverse=True):
+            level = []
+            for (times, model), users in begins[t].items():
+                s, first, last = users[0]
+                begin_n, end_n = (self.first[self.tables[s].times][:, k] for k in (first, last))
+                flops_n = np.zeros(self.plan.n)
+                if self.flops_KE is not None:
+                    flops_n = self.flops_KE[model, end_n] - self.flops_KE[model, begin_n]
+                members = [s for s, _, _ in users]
+                prefixes = len({node_S[s] for s in members})
+                level.append(_Stretch(times, model, begin_n, end_n, flops_n, members, prefixes))
+                calls = level[-1].calls_n.sum()
+                self.calls_SK[members, model] += calls
+                self.calls_tree_K[model] += calls * prefixes
+                self.flops_S[members] += flops_n.sum()
+                for s in members:
+                    node_S[s] = nodes.setdefault((node_S[s], (times, model)), len(nodes) + 1)
+            levels.append(level)
+        return levels
+
+    def _charge(self, stretch: _Stretch, rows_M: np.ndarray) -> int:
+        """Count a stretch as made for these rows; returns how many calls merging saved."""
+        calls = int(stretch.calls_n[rows_M].sum())
+        self.calls_made_K[stretch.model] += calls
+        self.flops_made += float(stretch.flops_n[rows_M].sum())
+        self.merged += stretch.prefixes * self.plan.n - len(rows_M)
+        return stretch.prefixes * int(stretch.calls_n.sum()) - calls
+
+    def climb(self, runner: _Runner, on_calls: Callable[[int, int], None] | None) -> tuple[np.ndarray, np.ndarray]:
+        """From masks to text, level by level: the distinct rows at the end, and which of them each schedule's rows
+        are."""
+        plan, mask_id = self.plan, self.family.mask_id
+        row_U = np.arange(plan.n)
+        tokens_UL = np.where(plan.given_nL < 0, mask_id, plan.given_nL)
+        tokens_UL = tokens_UL.astype(np.min_scalar_type(max(self.family.vocab_size - 1, int(tokens_UL.max()))))
+        state_Sn = np.tile(np.arange(plan.n), (len(self.tables), 1))
+        done, total = 0, int(self.calls_tree_K.sum())
+
+        def report(calls: int) -> None:
+            nonlocal done
+            done += calls
+            if on_calls is not None and calls:
+                on_calls(done, total)
+
+        for level in self.levels:
+            work, size = [], 0
+            idle_S = np.ones(len(state_Sn), dtype=bool)
+            new_Sn = np.empty_like(state_Sn)
+            for stretch in level:
+                states_M, inverse = np.unique(state_Sn[stretch.members], return_inverse=True)
+                new_Sn[stretch.members] = size + inverse.reshape(-1, plan.n)
+                work.append((stretch, states_M))
+                size += len(states_M)
+                idle_S[stretch.members] = False
+                report(self._charge(stretch, row_U[states_M]))
+            written_ML = runner.run(work, row_U, tokens_UL, report)
+            # Schedules on other grids may be in the middle of a stretch. Other states are dropped, equal ones merged.
+            kept, inverse = np.unique(state_Sn[idle_S], return_inverse=True)
+            new_Sn[idle_S] = size + inverse.reshape(-1, plan.n)
+            rows = np.concatenate([row_U[states_M] for _, states_M in work] + [row_U[kept]])
+            row_U, tokens_UL, same = _distinct(rows, np.concatenate([written_ML, tokens_UL[kept]]))
+            state_Sn = same[new_Sn]
+        assert not (tokens_UL == mask_id).any(), "a planned event was not run"
+        return tokens_UL, state_Sn
+
+
+def _cuts(tables: Sequence[Timetable]) -> set[float]:
+    """All times where a schedule changes its model or grids begin or cease to agree; 1 and 0."""
+    cuts = {1.0, 0.0}
+    for table in tables:
+        cuts.update(table.times[k] for k in range(1, table.steps) if table.models[k] != table.models[k - 1])
+    grids = {table.times for table in tables}
+    owners: dict[tuple[float, float], set[int]] = {}  # the grids that have a step
+    for g, times in enumerate(grids):
+        for step in pairwise(times):
+            owners.setdefault(step, set()).add(g)
+    for times in grids:
+        shared = [owners[step] for step in pairwise(times)]
+        cuts.update(times[k] for k in range(1, len(shared)) if shared[k] != shared[k - 1])
+    return cuts
+
+
+def _side_by_side(parts: Sequence[Events]) -> Events:
+    """The events of several grids in one value, without rows."""
+    before = np.cumsum([0, *(len(part.positions_F) for part in parts)])
+    parts = [replace(part, start_E=part.start_E + start) for part, start in zip(parts, before, strict=False)]
+    flat = [field.name for field in fields(Events) if field.name.endswith(("_E", "_F"))]
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in flat}
+    return replace(parts[0], **arrays, row_ptr_n1=np.zeros(1, dtype=np.int64), step_nL=parts[0].step_nL[:0])
+
+
+def _distinct(row_M: np.ndarray, tokens_ML: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Distinct pairs of row and tokens, and where each one went."""
+    parts = [row_M.astype("<i8")[:, None].view(np.uint8), np.ascontiguousarray(tokens_ML).view(np.uint8)]
+    together = np.concatenate(parts, axis=1)
+    keys_M = together.view(np.dtype((np.void, together.shape[1]))).reshape(-1)
+    _, first_U, same_M = np.unique(keys_M, return_index=True, return_inverse=True)
+    return row_M[first_U], tokens_ML[first_U], same_M.reshape(-1)
+
+
+def _ranges(begin_m: np.ndarray, end_m: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers from begin up to end of each item, one item after the other, and the item that each belongs to."""
+    count_m = end_m - begin_m
+    item = np.repeat(np.arange(len(begin_m)), count_m)
+    return item, np.arange(len(item)) + np.repeat(begin_m - np.cumsum(count_m) + count_m, count_m)
+
+
+# ------------------------------------------------------------------------------------------------ running
+
+
+def _engine(family: Family, plan: Plan, places: int, engines: Engines | None) -> Engine:
+    """An engine with so many rows, from `engines` if it is there."""
+    engines = {} if engines is None else engines
+    key = (places, plan.length, plan.seed)
+    if key not in engines:
+        masked = np.full((places, plan.length), -1)
+        empty = Plan(plan.seed, np.zeros(places, dtype=np.int64), masked, np.zeros(masked.shape))
+        engines[key] = Engine(list(family.models.values()), empty, family.mask_id, Law(), family.device)
+    return engines[key]
+
+
+@dataclass
+class _Runner:
+    """Runs stretches of rows through the networks, piece by piece, on one engine."""
+
+    family: Family
+    plan: Plan
+    events: Events
+    engine: Engine
+    batch: int
+    stop: Callable[[], bool] | None
+    load: Callable[[str], dict[str, Any] | None] | None
+    save: Callable[[str, dict[str, Any]], object] | None
+    network_calls: int = 0
+    padded_calls: int = 0
+
+    def run(
+        self,
+        work: list[tuple[_Stretch, np.ndarray]],
+        row_U: np.ndarray,
+        tokens_UL: np.ndarray,
+        report: Callable[[int], None],
+    ) -> np.ndarray:
+        """The tokens of each of these states at the end of its stretch."""
+        stretches = [stretch for stretch, _ in work]
+        states_M = np.concatenate([states for _, states in work])
+        which_M = np.repeat(np.arange(len(work)), [len(states) for _, states in work])
+        begin_M = np.concatenate([stretch.begin_n[row_U[states]] for stretch, states in work])
+        end_M = np.concatenate([stretch.end_n[row_U[states]] for stretch, states in work])
+        rows_M, tokens_ML = self.plan.rows_n[row_U[states_M]], tokens_UL[states_M]
+        model_M = np.array([stretch.model for stretch in stretches])[which_M]
+        start_E1 = np.append(self.events.start_E, len(self.events.positions_F))
+        places = len(self.engine.state_nL) - 1
+        for start in range(0, len(states_M), places):
+            piece = slice(start, start + places)
+            begin_m, end_m = begin_M[piece], end_M[piece]
+            item_F, at_F = _ranges(start_E1[begin_m], start_E1[end_m])
+            position_F = self.events.positions_F[at_F]
+            content = (stretches, which_M[piece], rows_M[piece], tokens_ML[piece])
+            record = None if self.load is None else self.load(self._key(*content))
+            if record is None:
+                self._run(rows_M[piece], tokens_ML[piece], begin_m, end_m, model_M[piece], report)
+                index = (torch.from_numpy(x).to(self.engine.device) for x in (item_F, position_F))
+                token_F = self.engine.state_nL[tuple(index)].cpu().numpy().astype("<u4")
+                if self.save is not None:  # the batch, which is in the key, may have become smaller
+                    packed = base64.b64encode(token_F.tobytes()).decode()
+                    self.save(self._key(*content), {"kind": "tree", "tokens": packed})
+            else:
+                token_F = np.frombuffer(base64.b64decode(record["tokens"]), dtype="<u4")
+                report(int((end_m - begin_m).sum()))
+            tokens_ML[start + item_F, position_F] = token_F
+        return tokens_ML
+
+    def _key(self, stretches: list[_Stretch], which_m: np.ndarray, rows_m: np.ndarray, tokens_mL: np.ndarray) -> str:
+        content = hashlib.sha256()
+        for array in (which_m - which_m[0], rows_m, tokens_mL):
+            content.update(np.ascontiguousarray(array).astype("<i8").tobytes())
+        own = [stretches[j] for j in np.unique(which_m)]
+        what = [[list(stretch.times), self.family.names[stretch.model]] for stretch in own]
+        return content_key("tree", what, content.hexdigest(), self.plan.seed, list(tokens_mL.shape), self.batch)
+
+    def _run(
+        self,
+        rows_m: np.ndarray,
+        tokens_mL: np.ndarray,
+        begin_m: np.ndarray,
+        end_m: np.ndarray,
+        model_m: np.ndarray,
+        report: Callable[[int], None],
+    ) -> None:
+        """Make the calls of a piece. What comes out is in the engine's first rows."""
+        item_E, index_E = _ranges(begin_m, end_m)
+        ptr_m1 = np.concatenate([[0], np.cumsum(end_m - begin_m)])
+        flat = [field.name for field in fields(Events) if field.name.endswith("_E")]
+        own = replace(self.events, row_ptr_n1=ptr_m1, **{name: getattr(self.events, name)[index_E] for name in flat})
+        queue = Queue(own, model_m[item_E], self.plan.length, self.batch)
+        self.engine.load(rows_m, tokens_mL)
+
+        def make(call: Call) -> None:
+            if self.stop is not None and self.stop():
+                raise Stopped
+            self.engine.run(call)
+
+        with settings(self.engine.device):
+            while (made := next_call(queue, make, self.engine.release)) is not None:
+                call, _ = made
+                queue.advance(call)
+                self.network_calls += 1
+                self.padded_calls += call.shape.rows - len(call.rows_R)
+                report(len(call.rows_R))
+        self.batch = queue.batch
+        self.engine.drawer.check()

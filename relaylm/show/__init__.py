@@ -1,0 +1,1 @@
+"""Text, tables, pictures and figures of samples and results."""

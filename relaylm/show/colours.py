@@ -1,0 +1,56 @@
+"""The one palette, and which model wrote which piece of a text.
+
+Readers with a colour vision deficiency can distinguish the colours (Okabe and Ito's, with violet and brown in place of
+those too bright to read on white), and each has a contrast of 3 to 1 on white.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from relaylm.models.family import Family
+    from relaylm.sampling.result import Samples
+
+BLUE, RED, GREEN, PINK, VIOLET, BROWN, BLACK = COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A2BE2", "#843C24", "#000000"),
+)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # beside the colours, for print in grey
+# From the lightest model of a family to its heaviest; the first ones are the easiest to distinguish.
+MODELS = (RED, BLUE, VIOLET, BROWN, PINK, GREEN)
+GIVEN, MASKED = -1, -2  # in place of a model's rank: a position that the user gave, one that is still masked
+GREYS = {GIVEN: "#808080", MASKED: "#4D4D4D"}
+
+
+def colour_of(rank: int) -> str:
+    """The colour of a family's model by its rank (0: the lightest), or a grey for `GIVEN` and `MASKED`."""
+    return GREYS[rank] if rank < 0 else MODELS[rank % len(MODELS)]
+
+
+def writers_of(family: Family, samples: Samples, row: int) -> list[int]:
+    """For each position the rank in the family of the model that wrote it, or `GIVEN`. A model has one rank and so one
+    colour, whatever other models took part."""
+    ranks = [family.names.index(name) for name in samples.trace.models]
+    return [GIVEN if model < 0 else ranks[model] for model in samples.trace.model_nL[row].tolist()]
+
+
+def pieces_of(family: Family, tokens_L: np.ndarray) -> list[str]:
+    """The text of each token by itself; a masked one is a blank."""
+    if family.tokenizer is None:
+        return [f"{token} " for token in tokens_L]
+    return [family.tokenizer.decode_partial([int(token)], family.mask_id) for token in tokens_L]
+
+
+def printable(piece: str) -> str:
+    """The piece with a space for every character that moves the cursor (tabs, line ends)."""
+    return "".join(character if character.isprintable() else " " for character in piece)
+
+
+def runs_of(pieces: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, int]]:
+    """Neighbouring pieces of one model, joined."""
+    pairs = groupby(zip(pieces, ranks, strict=True), key=lambda pair: pair[1])
+    return [("".join(piece for piece, _ in run), rank) for rank, run in pairs]

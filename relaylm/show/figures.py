@@ -1,0 +1,125 @@
+"""Figures of `compare`, `importance` and `pairs`.
+
+Each function takes the JSON that a command wrote, so a recorded result can be drawn again. It writes a file whose
+format follows from its name (.png, .svg, .pdf) and returns its path. matplotlib comes with
+`pip install relaylm[report]` and is imported when a figure is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relaylm.errors import UserError
+from relaylm.show.colours import BLACK, BLUE, COLOURS, MARKERS, RED
+
+KINDS = {
+    "asked": (BLUE, "o", "asked for"),
+    "anchor": (BLACK, "s", "one model, for the gap"),
+    "rival": (RED, "D", "equal-compute rival"),
+}
+
+
+def plot_importance(result: Mapping[str, Any], path: str | Path) -> Path:
+    """Loss difference and KL by time for every pair, with 95% bands. Where the family has a twin, its disagreement is
+    drawn too, and a second row shows the curves less that of the twin."""
+    pairs: Sequence[Mapping[str, Any]] = result["pairs"]
+    relative = all(pair["kl_relative"] is not None for pair in pairs)
+    rows = [("", ""), ("_relative", " above that of two seeds")] if relative else [("", "")]
+    figure = new_figure(9.0, 3.6 * len(rows))
+    panels = figure.subplots(len(rows), 2, squeeze=False)
+    for row, (end, what) in zip(panels, rows, strict=True):
+        for axes, (name, label) in zip(row, (("abs_loss_diff", "|loss difference|"), ("kl", "KL(heavy || light)"))):
+            for j, pair in enumerate(pairs):
+                title = f"{pair['light']} : {pair['heavy']}"
+                _curve(axes, pair, name + end, COLOURS[j % len(COLOURS)], MARKERS[j % len(MARKERS)], title)
+            if relative and not end:
+                twin = f"two seeds of {pairs[0]['heavy']}"
+                _curve(axes, pairs[0], f"{name}_base", "0.35", "x", twin, linestyle="--")
+            axes.set_xlim(0, 1)
+            axes.axhline(0, color="0.6", linewidth=0.8)
+            axes.set_xlabel("t   (0: text, 1: all masked)")
+            axes.set_ylabel(f"{label}, nats\n{what.strip()}".strip())
+            axes.grid(alpha=0.25)
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, title="light : heavy", fontsize=8)
+    name = result["family"]["name"] or "family"
+    figure.suptitle(f"{name}: disagreement on {result['states']}, {pairs[0]['n']} rows for each t", fontsize=10)
+    return save_figure(figure, path)
+
+
+def plot_pairs(result: Mapping[str, Any], path: str | Path) -> Path:
+    """Mutual information of two masked positions by distance, a line with a 95% band for each masked share."""
+    figure = new_figure(6.4, 4.0)
+    axes = figure.subplots()
+    for j, (share, nats, error) in enumerate(zip(result["shares"], result["nats"], result["error"], strict=True)):
+        low, high = (np.maximum(np.array(nats) + z * np.array(error), 1e-6) for z in (-1.96, 1.96))
+        look = {"color": COLOURS[j % len(COLOURS)], "marker": MARKERS[j % len(MARKERS)], "markersize": 3}
+        axes.plot(result["distances"], np.maximum(nats, 1e-6), label=f"{100 * share:g}% masked", linewidth=1, **look)
+        axes.fill_between(result["distances"], low, high, color=look["color"], alpha=0.15, linewidth=0)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("distance, positions")
+    axes.set_ylabel("mutual information, nats")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{result['family']['name'] or 'family'}: {result['model']} on {result['source']}", fontsize=10)
+    return save_figure(figure, path)
+
+
+def _curve(axes: Any, pair: Mapping[str, Any], name: str, colour: str, marker: str, label: str, **look: Any) -> None:
+    band = np.array(pair[f"{name}_ci"], dtype=float)
+    axes.fill_between(pair["t"], band[:, 0], band[:, 1], color=colour, alpha=0.2, linewidth=0)
+    y = np.array(pair[name], dtype=float)
+    axes.plot(pair["t"], y, color=colour, marker=marker, markersize=4, label=label, **look)
+
+
+def plot_compare(result: Mapping[str, Any], path: str | Path) -> Path:
+    """Perplexity of every schedule with its interval and, beside it, the FLOPs saved; labels give the entropy."""
+    rows: Sequence[Mapping[str, Any]] = sorted(result["rows"], key=lambda row: -row["gen_ppl"])
+    figure = new_figure(9.0, 1.4 + 0.34 * len(rows))
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
+    place = np.arange(len(rows))
+    for kind, (colour, marker, label) in KINDS.items():
+        chosen = [k for k, row in enumerate(rows) if row["kind"] == kind]
+        if not chosen:
+            continue
+        x = np.array([rows[k]["gen_ppl"] for k in chosen])
+        ci = np.array([rows[k]["gen_ppl_ci"] for k in chosen], dtype=float)
+        spread = np.abs(ci.T - x)
+        left.errorbar(x, place[chosen], xerr=spread, fmt=marker, color=colour, capsize=3, label=label)
+        saved = [100 * (rows[k]["flops_saved"] or 0) for k in chosen]
+        right.barh(place[chosen], saved, color=colour, height=0.55)
+    names = [f"{row['schedule']}   (entropy {row['entropy']:.2f})" for row in rows]
+    left.set_yticks(place, names, fontsize=8)
+    left.set_xlabel(f"generative perplexity, judge {result['judge']} (lower is better; 95% intervals)")
+    right.set_xlabel("FLOPs saved, %")
+    for axes in (left, right):
+        axes.grid(axis="x", alpha=0.25)
+    left.legend(frameon=False, fontsize=8, loc="best")
+    figure.suptitle(
+        f"{result['family']['name'] or 'family'}: {result['n']} samples each, T = {result['steps']}", fontsize=10
+    )
+    return save_figure(figure, path)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure, sizes in inches."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("figures need matplotlib: `pip install relaylm[report]`") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, path: str | Path) -> Path:
+    """Write a figure in the format that the name says."""
+    target = Path(path).expanduser()
+    try:
+        figure.savefig(target, dpi=160)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot write the figure {target}: {error}") from None
+    return target

@@ -1,0 +1,64 @@
+"""A sample as an SVG picture: text in the colours of the models that wrote it, the schedule as a strip under it."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from relaylm.core.schedule import Timetable
+from relaylm.show.colours import colour_of, pieces_of, printable, runs_of, writers_of
+
+if TYPE_CHECKING:
+    from relaylm.models.family import Family
+    from relaylm.sampling.result import Samples
+
+WIDE, HIGH, MARGIN = 10.2, 24, 20  # of a character, of a line, around everything; pixels
+_FONT = "font-family='ui-monospace, SFMono-Regular, Menlo, Consolas, monospace'"
+_LABEL = "fill='#444444' font-size='13'"
+
+
+def svg(family: Family, samples: Samples, timetable: Timetable | None = None, row: int = 0, columns: int = 72) -> str:
+    """One sample as an SVG that needs no other file, `columns` characters in a line of text."""
+    pieces = [printable(piece) for piece in pieces_of(family, samples.tokens[row])]
+    owner = [rank for piece, rank in zip(pieces, writers_of(family, samples, row), strict=True) for _ in piece]
+    text = "".join(pieces)
+    width = columns * WIDE + 2 * MARGIN
+    body, y = [], MARGIN + 16
+    for start in range(0, len(text), columns):
+        x = float(MARGIN)
+        for part, rank in runs_of(text[start : start + columns], owner[start : start + columns]):
+            long = len(part) * WIDE
+            body.append(
+                f"<text x='{x:.1f}' y='{y}' fill='{colour_of(rank)}' textLength='{long:.1f}' "
+                f"xml:space='preserve'>{escape(part)}</text>"
+            )
+            x += long
+        y += HIGH
+    if timetable is not None:
+        body += _strip(family, timetable, y + 8, width)
+        y += 40
+    y += 26
+    x = float(MARGIN)
+    for name in samples.trace.models:
+        caption, colour = f"{name} ({samples.cost.calls.get(name, 0)} calls)", colour_of(family.names.index(name))
+        body.append(f"<rect x='{x:.0f}' y='{y - 11}' width='12' height='12' fill='{colour}'/>")
+        body.append(f"<text x='{x + 18:.0f}' y='{y}' {_LABEL}>{escape(caption)}</text>")
+        x += 40 + 8 * len(caption)
+    height = y + MARGIN
+    return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width:.0f}' height='{height}' "
+        f"viewBox='0 0 {width:.0f} {height}' {_FONT} font-size='17'>"
+        f"<rect width='100%' height='100%' rx='8' fill='#ffffff'/>{''.join(body)}</svg>\n"
+    )
+
+
+def _strip(family: Family, timetable: Timetable, y: int, width: float) -> list[str]:
+    """Which model runs at which step, from the fully masked end on the left."""
+    body, x, step = [], float(MARGIN), (width - 2 * MARGIN) / timetable.steps
+    for part, rank in runs_of([" "] * timetable.steps, [family.names.index(name) for name in timetable.models]):
+        long = len(part) * step
+        body.append(f"<rect x='{x:.1f}' y='{y}' width='{long:.1f}' height='14' fill='{colour_of(rank)}'/>")
+        x += long
+    body.append(f"<text x='{MARGIN}' y='{y + 32}' {_LABEL}>fully masked (t = 1)</text>")
+    body.append(f"<text x='{width - MARGIN}' y='{y + 32}' {_LABEL} text-anchor='end'>text (t = 0)</text>")
+    return body

@@ -1,0 +1,343 @@
+r"""Does scheduling compose with fewer steps and with other decoding rules? A grid of rule x steps x schedule, measured.
+
+Every cell samples the same rows (the same seed, row by row) and is judged alike, so differences are paired. Cells of
+one rule form a *line*. Along it one number varies, the *dial*: the number of steps T, or for a rule that finds its own
+number of steps its parameter (a confidence threshold). The line's end with the heavy model and the most operations is
+"neither"; fewer steps alone, the schedule alone, and both are counted from there:
+
+    saving        F(both) / F(neither)   against   F(schedule) / F(neither) x F(steps) / F(neither)
+    loss          D(x) = mean over rows of log-perplexity(x) - log-perplexity(neither)
+    interaction   D(both) - D(schedule) - D(steps), paired row by row, with its 95% interval.
+
+Savings multiply if the first two agree. Losses add if the interaction is 0; above 0 they compound, below 0 they
+overlap. Perplexity alone would reward repetitive text, so entropy is given with it everywhere. A cell belongs to the
+Pareto front unless another has no more operations, no higher perplexity and no lower entropy (of words, where a family
+has text), and one of them better. Where a family has held-out text, it is judged in the same way; on the front a
+perplexity below the text's, or an entropy above it, counts as the text's own.
+
+Shapes: n rows, C cells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from relaylm.core.schedule import Schedule
+from relaylm.errors import UserError
+from relaylm.measure import metrics
+from relaylm.measure.drawn import Drawn
+from relaylm.measure.evaluate import Evaluator, SampleSpec, figures, judge_rows, open_store, texts_of
+from relaylm.measure.judge import Scores, load_judge, log_perplexity
+from relaylm.measure.likelihood import held_out, spread_rows
+from relaylm.measure.store import Store
+from relaylm.sampling.law import Law
+from relaylm.sampling.policy import resolve
+from relaylm.sampling.rules import Rule, counts_of, number_text, parse_rule
+
+if TYPE_CHECKING:
+    from relaylm.models.family import Family
+
+RULES = ("ancestral", "low-confidence", "threshold:0.9", "threshold:0.6", "remdm-cap", "ancestral@0.9")
+STEPS = (8, 32, 256)
+CLOSE = 0.1  # savings that agree with the product to this share are said to multiply
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place of the grid."""
+
+    rule: Rule
+    top_p: float | None
+    label: str  # of the schedule
+    schedule: Schedule  # bound
+    steps: int | None  # None: the rule finds its own
+
+    @property
+    def line(self) -> str:
+        """The rule with everything but its dial."""
+        blocks = "" if self.rule.block is None else f":{self.rule.block}"
+        name = f"{self.rule.name}{blocks}" if self.rule.adaptive else str(self.rule)
+        return name if self.top_p is None else f"{name}@{self.top_p:g}"
+
+    @property
+    def dial(self) -> str:
+        """The number that varies along the line."""
+        return number_text(self.rule.numbers[0]) if self.steps is None else f"T={self.steps}"
+
+    @property
+    def spec(self) -> SampleSpec:
+        """How its rows are sampled."""
+        return SampleSpec(self.schedule, self.steps, self.rule, self.top_p)
+
+    def check(self, length: int) -> None:
+        """Refuse what sampling would refuse, before anything is sampled."""
+        Law(top_p=self.top_p)
+        resolve(self.schedule, self.steps, self.rule)
+        if self.rule.counts is not None and self.steps is not None:
+            counts_of(self.rule, np.full((1, length), -1), self.steps)
+
+
+def cells(
+    family: Family,
+    rules: Sequence[str],
+    steps: Sequence[int],
+    schedules: Sequence[str] | None,
+    light: str,
+    heavy: str,
+) -> list[Cell]:
+    """The grid. A rule is written as for `sample`, with @P after it for a nucleus; a rule that finds its own number of
+    steps appears once for each of its numbers that is listed. The heavy model alone is always there."""
+    labels = list(schedules or ["heavy", "sandwich:25%", "sandwich:50%", *_middle(family, light, heavy), "light"])
+    bound = {label: Schedule.parse(label).bind(light, heavy) for label in labels}
+    for schedule in bound.values():
+        family.check_names(schedule.models)
+        if schedule.steps is not None:
+            raise UserError(f"the grid goes over several numbers of steps: write {schedule} in percent")
+    if not any(schedule.models == (heavy,) for schedule in bound.values()):
+        bound = {"heavy": Schedule.parse("heavy").bind(light, heavy), **bound}
+    if not rules or not steps:
+        raise UserError("a grid needs at least one rule and one number of steps")
+    found: dict[tuple[Any, ...], Cell] = {}
+    for text in rules:
+        name, at, nucleus = text.partition("@")
+        rule = parse_rule(name)
+        try:
+            top_p = float(nucleus) if at else None
+        except ValueError:
+            raise UserError(f"{text!r} is not a rule with a nucleus: write {name}@0.9") from None
+        for number in [None] if rule.adaptive else sorted(set(steps), reverse=True):
+            for label, schedule in bound.items():
+                cell = Cell(rule, top_p, label, schedule, number)
+                found[(cell.line, cell.dial, label)] = cell
+    return list(found.values())
+
+
+def _middle(family: Family, light: str, heavy: str) -> list[str]:
+    """The model halfway between the light and the heavy one in what a call costs, if there is any between."""
+    cost = {name: model.flops(family.length, 1) for name, model in family.models.items() if hasattr(model, "flops")}
+    if light not in cost or heavy not in cost:
+        return []
+    half = (cost[light] + cost[heavy]) / 2
+    between = [name for name in cost if cost[light] < cost[name] < cost[heavy]]
+    return [min(between, key=lambda name: abs(cost[name] - half))] if between else []
+
+
+def compose(
+    family: Family,
+    rules: Sequence[str] = RULES,
+    steps: Sequence[int] = STEPS,
+    schedules: Sequence[str] | None = None,
+    n: int = 400,
+    *,
+    length: int | None = None,
+    seed: int = 0,
+    judge: Any = None,
+    light: str | None = None,
+    heavy: str | None = None,
+    batch_size: int | None = None,
+    store: Store | str | Path | None = None,
+    fresh: bool = False,
+    stored_only: bool = False,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Measure the grid and answer, in plain JSON values; `view` shows and draws them. With a `store` each cell is kept
+    as soon as it is done, and what is there already is not computed again (`fresh`: it is). `stored_only` samples
+    nothing: the answer is that of the cells that are there, and `missing` names the others."""
+    if n < 2:
+        raise UserError(f"a grid needs at least 2 samples in each cell, not {n}")
+    if stored_only and (store is None or fresh):
+        raise UserError("what is stored alone can be shown of a store, and not afresh: --store FOLDER without --fresh")
+    light, heavy = family.roles(light, heavy)
+    grid = cells(family, rules, steps, schedules, light, heavy)
+    length = length or family.length
+    for cell in grid:
+        cell.check(length)
+    evaluator = Evaluator(
+        family,
+        load_judge(judge, family),
+        np.full((n, length), -1),
+        heavy,
+        seed=seed,
+        batch=batch_size,
+        piece=n,
+        store=open_store(store),
+        fresh=fresh,
+    )
+    missing = [cell for cell in grid if stored_only and not evaluator.has(cell.spec)]
+    if len(missing) == len(grid):
+        raise UserError(f"the store has none of the {len(grid)} cells of this grid, as they would be on this device")
+    grid = [cell for cell in grid if cell not in missing]
+    specs = [(f"{cell.line} {cell.dial} {cell.label}", cell.spec) for cell in grid]
+    found = [_row(family, cell, *each) for cell, each in zip(grid, evaluator.evaluate(specs, progress), strict=True)]
+    rows, per_row = [row for row, _ in found], [by_row for _, by_row in found]
+    heldout = _heldout(evaluator)
+    front = pareto(rows, heldout)
+    for row, on_front in zip(rows, front, strict=True):
+        row["front"] = on_front
+    both = combinations(grid, rows, per_row, heavy)
+    return {
+        "kind": "compose",
+        "family": {"name": family.name, "digest": family.digest},
+        "n": n,
+        "length": length,
+        "seed": seed,
+        "light": light,
+        "heavy": heavy,
+        "judge": evaluator.judge.name,
+        "device": str(family.device),
+        "heldout": heldout,
+        "rows": rows,
+        "missing": [{"line": cell.line, "dial": cell.dial, "schedule": cell.label} for cell in missing],
+        "combinations": both,
+        "answer": answer(both),
+    }
+
+
+def _row(family: Family, cell: Cell, drawn: Drawn, scores: Scores) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """A cell's figures, and log-perplexity and entropy row by row."""
+    row = {
+        "rule": str(cell.rule),
+        "line": cell.line,
+        "dial": cell.dial,
+        "schedule": cell.label,
+        "schedule_models": str(cell.schedule),
+        "steps": cell.steps,
+        "longest": int(drawn.steps),
+        "top_p": cell.top_p,
+        "exact": drawn.exact,
+        **figures(family, drawn.tokens_nL, scores),
+        **drawn.costs(family.names),
+    }
+    texts = texts_of(family, drawn.tokens_nL)
+    entropy = [metrics.word_entropy(text) for text in texts] or [metrics.token_entropy(row) for row in drawn.tokens_nL]
+    return row, {"log_ppl": log_perplexity(scores), "entropy": np.array(entropy)}
+
+
+def _heldout(evaluator: Evaluator) -> dict[str, Any] | None:
+    """As many rows of the text that came with the family, judged as samples are; None if there are none."""
+    family, (n, length) = evaluator.family, evaluator.given_nL.shape
+    tokens_N = held_out(family)
+    if tokens_N is None or len(tokens_N) < length:
+        return None
+    tokens_nL = spread_rows(tokens_N, length, n)
+    scores = judge_rows(family, evaluator.judge, tokens_nL)
+    return {"rows": len(tokens_nL), **figures(family, tokens_nL, scores)}
+
+
+# ------------------------------------------------------------------------------------------------ what it all says
+
+
+def diversity(row: Mapping[str, Any]) -> float:
+    """Entropy of words where there are any, else of tokens."""
+    return float(row.get("word_entropy", row["entropy"]))
+
+
+def pareto(rows: Sequence[Mapping[str, Any]], heldout: Mapping[str, Any] | None = None) -> list[bool]:
+    """Which cells no other beats, with no more operations, no higher perplexity, no lower entropy and one better. Where
+    there is held-out text, a perplexity below its own counts as its own, and so does an entropy above it: neither is
+    better than real text."""
+    least, most = (heldout["log_ppl"], diversity(heldout)) if heldout else (-math.inf, math.inf)
+    points = np.array(
+        [[row["flops"] or math.nan, max(row["log_ppl"], least), -min(diversity(row), most)] for row in rows]
+    )
+    return [not ((points <= own).all(axis=1) & (points < own).any(axis=1)).any() for own in points]
+
+
+def combinations(
+    grid: Sequence[Cell],
+    rows: Sequence[Mapping[str, Any]],
+    per_row: Sequence[Mapping[str, np.ndarray]],
+    heavy: str,
+) -> list[dict[str, Any]]:
+    """For each line, every schedule that is not the heavy model with every setting of the dial that is not the line's
+    end: what the schedule alone, the dial alone and both save and lose. Left out where one of the four cells is not in
+    the grid."""
+    place = {(cell.line, cell.dial, cell.label): k for k, cell in enumerate(grid)}
+    out = []
+    for line in dict.fromkeys(cell.line for cell in grid):
+        here = [k for k, cell in enumerate(grid) if cell.line == line]
+        alone = [k for k in here if grid[k].schedule.models == (heavy,)]
+        if not alone:
+            continue
+        neither = max(alone, key=lambda k: (rows[k]["flops"] or 0, rows[k]["calls"]))
+        for k in here:
+            cell = grid[k]
+            # The last: so few steps that the schedule has none for the other models.
+            if k in alone or cell.dial == grid[neither].dial or rows[k]["calls_by_model"].keys() == {heavy}:
+                continue
+            scheduled = place.get((line, grid[neither].dial, cell.label))
+            fewer = place.get((line, cell.dial, grid[neither].label))
+            if scheduled is not None and fewer is not None:
+                out.append(_combine(rows, per_row, neither, scheduled, fewer, k))
+    return out
+
+
+def _combine(
+    rows: Sequence[Mapping[str, Any]],
+    per_row: Sequence[Mapping[str, np.ndarray]],
+    neither: int,
+    scheduled: int,
+    fewer: int,
+    both: int,
+) -> dict[str, Any]:
+    """What the schedule alone, the dial alone and both save and lose against neither; the last four are cells."""
+    three = {"schedule": scheduled, "steps": fewer, "both": both}
+    most = rows[neither]["flops"]
+    shares: dict[str, Any] = {name: rows[k]["flops"] / most if most else None for name, k in three.items()}
+
+    def paired(name: str, plus: Sequence[int], minus: Sequence[int]) -> dict[str, Any]:
+        total_n = sum(per_row[k][name] for k in plus) - sum(per_row[k][name] for k in minus)
+        found = metrics.mean_estimate(np.asarray(total_n)[np.isfinite(total_n)])
+        return {"value": found.value, "ci": found.ci}
+
+    return {
+        **{name: rows[both][name] for name in ("line", "dial", "schedule")},
+        "neither": rows[neither]["dial"],
+        "flops": {**shares, "product": shares["schedule"] * shares["steps"] if most else None},
+        "loss": {name: paired("log_ppl", [k], [neither]) for name, k in three.items()},
+        "interaction": paired("log_ppl", [both, neither], [scheduled, fewer]),
+        "entropy_both": paired("entropy", [both], [neither]),
+        "entropy_interaction": paired("entropy", [both, neither], [scheduled, fewer]),
+    }
+
+
+def answer(found: Sequence[Mapping[str, Any]]) -> str:
+    """In words, line by line: do savings multiply, and what becomes of the losses?"""
+    if not found:
+        return "Nothing was combined: the grid needs the heavy model, another schedule and two settings of a dial."
+    return " ".join(
+        _answer_of(line, [item for item in found if item["line"] == line])
+        for line in dict.fromkeys(item["line"] for item in found)
+    )
+
+
+def _answer_of(line: str, found: Sequence[Mapping[str, Any]]) -> str:
+    ratios = [item["flops"]["both"] / item["flops"]["product"] for item in found if item["flops"]["product"]]
+    savings = "operations unknown"
+    if ratios:
+        off = max(abs(ratio - 1) for ratio in ratios)
+        verdict = f"savings multiply to within {off:.1%}" if off < CLOSE else "savings do not multiply"
+        savings = f"{verdict} (both over product {min(ratios):.3f} to {max(ratios):.3f})"
+    kinds = [kind_of(item) for item in found]
+    counts = ", ".join(f"{kind} in {kinds.count(kind)}" for kind in ("overlap", "compound") if kinds.count(kind))
+    size = [item["interaction"]["value"] for item in found]
+    alone = [item["loss"]["schedule"]["value"] + item["loss"]["steps"]["value"] for item in found]
+    losses = f"losses {counts} of {len(found)} combinations" if counts else "losses add up as far as can be told"
+    return (
+        f"{line}: {savings}; {losses} (interaction {np.mean(size):+.4f} on average, {min(size):+.4f} to "
+        f"{max(size):+.4f}, beside a sum of {np.mean(alone):+.4f})."
+    )
+
+
+def kind_of(item: Mapping[str, Any]) -> str:
+    """Do the two losses compound, overlap, or add up as far as the interval can tell?"""
+    low, high = item["interaction"]["ci"]
+    if low is not None and low > 0:
+        return "compound"
+    return "overlap" if high is not None and high < 0 else "add"

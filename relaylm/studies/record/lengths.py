@@ -1,0 +1,94 @@
+"""What saving a sixth of the FLOPs costs in likelihood, by length: by fewer steps, the sandwich, or light steps first.
+
+    python -m relaylm.studies.record.lengths FAMILY OUT [--device cuda]
+
+Rows are windows of the family's held-out text, and there are as many steps as positions. Larger steps cost what tokens
+that are written at once know of each other, which falls with the number of steps; what a smaller model costs does not.
+OUT/lengths.json has the numbers, OUT/lengths.png shows them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relaylm.errors import UserError
+from relaylm.files import write_json
+from relaylm.measure.likelihood import held_out, spread_rows
+from relaylm.measure.provenance import how_made
+from relaylm.models.family import Family
+from relaylm.search.search import search
+from relaylm.show.colours import COLOURS, MARKERS
+from relaylm.show.figures import new_figure, save_figure
+
+SAVED = 1 / 6
+LENGTHS = (32, 64, 128, 256, 512, 1024)
+KINDS = {
+    "steps": "heavy model in fewer steps",
+    "sandwich": "sandwich",
+    "first": "light for the first eighth, then fewer steps",
+}
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--symbols", type=int, default=16384, help="of held-out text at each length")
+    options = parser.parse_args()
+    family = Family.load(options.family, device=options.device)
+    if (text := held_out(family)) is None:
+        raise UserError(f"{options.family} has no held-out text beside it (heldout.txt)")
+    found = []
+    for length in (length for length in LENGTHS if length <= family.length):
+        rows_NL = spread_rows(text, length, options.symbols // length)
+        result = search(family, budget=SAVED, quick=True, length=length, text=rows_NL, progress=True)
+        found.append({"length": length, "rows": len(rows_NL), **picked(result)})
+        print(length, {kind: found[-1][kind]["schedule"] for kind in KINDS}, flush=True)
+    about = {"family": {"name": family.name, "digest": family.digest}, "seed": 0, "saved": SAVED}
+    write_json(options.out / "lengths.json", {**about, **how_made(family.device), "lengths": found})
+    draw(found, options.out / "lengths.png")
+
+
+def picked(result: dict[str, Any]) -> dict[str, Any]:
+    """Of a quick search, the schedule of each kind and its nats a token above all-heavy."""
+    kinds = {}
+    for row in result["bounds"]:
+        segments = row["schedule"].split()
+        is_first = row["what"] == "light first, then fewer steps" and "@12.5%" in segments[0]
+        alone = len(segments) == 1 and segments[0].startswith(f"{result['heavy']}:") and row["steps"] < result["steps"]
+        kind = "sandwich" if row["what"] == "sandwich" else "first" if is_first else "steps" if alone else None
+        if kind is not None:
+            against = row["against_heavy"]
+            about = {key: row[key] for key in ("schedule", "saved")}
+            kinds[kind] = {**about, "loss": against["difference"], "ci": against["ci"]}
+    return kinds
+
+
+def draw(found: list[dict[str, Any]], file: Path) -> None:
+    """Loss against length, a curve for each kind."""
+    figure = new_figure(6.4, 4.0)
+    axes = figure.subplots()
+    for k, (kind, label) in enumerate(KINDS.items()):
+        loss = 100 * np.array([row[kind]["loss"] for row in found])
+        ends = 100 * np.array([row[kind]["ci"] for row in found]).T
+        x = [row["length"] * 1.03 ** (k - 1) for row in found]
+        axes.errorbar(x, loss, np.abs(ends - loss), color=COLOURS[k], marker=MARKERS[k], capsize=3, label=label)
+    axes.axhline(0, color="grey", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([row["length"] for row in found], [str(row["length"]) for row in found])
+    axes.set_xlabel("positions, and steps")
+    axes.set_ylabel("bound above all-heavy,\nhundredths of a nat a symbol")
+    axes.set_title("a sixth of the FLOPs saved", fontsize=9)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8)
+    save_figure(figure, file)
+
+
+if __name__ == "__main__":
+    main()

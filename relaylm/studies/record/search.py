@@ -1,0 +1,186 @@
+"""Does the tuner find what exhaustive search finds, and does any of it beat one model alone?
+
+    python -m relaylm.studies.record.search FAMILY OUT [--device cuda]
+
+Two questions, each answered on rows that no search has seen (another seed):
+
+    two    light and heavy model, four light segments of ten: all 210 schedules on 160 rows, the best 20 again on 400;
+           then the tuner with five seeds, each with a tenth of the calls that the 210 would take one by one. Its
+           schedules stand beside the winner and the worst of the 210.
+    all    every model of the family, step density too, at three savings: what the tuner recommends beside the sandwich,
+           each model alone in as many steps as the budget allows, and the best schedule of each kind that raced.
+
+OUT/search.json has all of it, with the searches themselves in OUT/searches and figures beside them. Samples go through
+OUT/store, so that the same command resumes. With `--draw` only the figures are made, from what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relaylm.files import write_json
+from relaylm.measure.compare import compare
+from relaylm.measure.provenance import how_made
+from relaylm.measure.store import Store
+from relaylm.models.family import Family
+from relaylm.search.search import search
+from relaylm.show.colours import COLOURS, MARKERS
+from relaylm.show.figures import new_figure, save_figure
+from relaylm.show.search import plot_search
+from relaylm.studies.paper.contrasts import numbers, paired
+
+FRESH_SEED = 1000
+ROWS = 3300  # the calls of the tuner, in samples
+FRESH = 1600  # rows of the comparisons
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--only", choices=("two", "all"), help="one of the questions")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--draw", action="store_true", help="only the figures, from what is there")
+    options = parser.parse_args()
+    file = options.out / "search.json"
+    if not options.draw:
+        family = Family.load(options.family, device=options.device)
+        about = {"family": {"name": family.name, "digest": family.digest}, "seed": 0, "fresh_seed": FRESH_SEED}
+        known = json.loads(file.read_text()) if file.is_file() else {}
+        kept = {name: known[name] for name in ("two", "all") if name in known}
+        for name, question in (("two", two_models), ("all", all_models)):
+            if options.only in (None, name):
+                kept[name] = question(family, options)
+                write_json(file, {**about, **how_made(family.device), **kept})
+    draw(options.out)
+
+
+def found_by(family: Family, options: argparse.Namespace, label: str, method: str, **question: Any) -> dict[str, Any]:
+    """A search, through the store; all of its result goes to a file."""
+    store = Store(options.out / "store" / label)
+    result = search(family, method, store=store, progress=True, **question)
+    write_json(options.out / "searches" / f"{label}.json", {**result, **how_made(family.device)})
+    print(f"{label}: {result['verdict']}", flush=True)
+    return result
+
+
+def log_ppls(family: Family, options: argparse.Namespace, schedules: list[str]) -> dict[str, np.ndarray]:
+    """Log-perplexity of each fresh row under each schedule, paired."""
+    unique = list(dict.fromkeys(schedules))
+    store = Store(options.out / "store" / "fresh")
+    result = compare(family, unique, FRESH, seed=FRESH_SEED, rivals=False, store=store)
+    return {name: numbers(row["log_ppls"]) for name, row in zip(unique, result["rows"], strict=False)}
+
+
+def mean_ppl(log_n: np.ndarray) -> float:
+    """Mean perplexity over rows that have one."""
+    return float(np.nanmean(np.exp(log_n)))
+
+
+def two_models(family: Family, options: argparse.Namespace) -> dict[str, Any]:
+    """The first question."""
+    light, heavy = family.roles()
+    question: dict[str, Any] = {"light_segments": 4, "models": [light, heavy]}
+    whole = found_by(family, options, "all-210", "exhaustive", n=160, confirm=400, seed=0, **question)
+    question |= {"densities": [1], "rows": ROWS}
+    tuned = [found_by(family, options, f"tune-{k}", "tune", seed=k, **question) for k in range(options.seeds)]
+    best, worst = whole["schedule"], whole["schedules"][-1]["schedule"]
+    logs = log_ppls(family, options, [best, worst, *(result["schedule"] for result in tuned)])
+    spread = paired(logs[worst] - logs[best])
+    rows = []
+    for seed, result in enumerate(tuned):
+        log_n = logs[result["schedule"]]
+        beside = paired(log_n - logs[best])
+        rows.append(
+            {
+                "seed": seed,
+                "schedule": result["schedule"],
+                "saved": result["recommendation"]["saved"],
+                "calls_of_naive_search": result["calls"]["calls_made"] / whole["search_calls"]["calls_naive"],
+                "against_winner": beside,
+                "non_inferior": beside["ci"][1] <= 0.01,
+                "recovered_of_spread": 1 - beside["difference"] / spread["difference"],
+                "mean_ppl": mean_ppl(log_n),
+            }
+        )
+    return {
+        "light": light,
+        "heavy": heavy,
+        "winner": {"schedule": best, **whole["recommendation"], "mean_ppl": mean_ppl(logs[best])},
+        "worst": {"schedule": worst, "mean_ppl": mean_ppl(logs[worst])},
+        "worst_against_winner": spread,
+        "calls": whole["search_calls"],
+        **{key: whole[key] for key in ("tree_check", "top", "bottom", "influence", "influence_ci")},
+        "tune": rows,
+    }
+
+
+def all_models(family: Family, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The second question."""
+    found = []
+    for saved in (1 / 6, 1 / 3, 1 / 2):
+        label = f"tune-all-{100 * saved:.0f}"
+        result = found_by(family, options, label, "tune", budget=saved, rows=2 * ROWS, seed=0)
+        contenders = {row["schedule"]: row for row in result["tuned"]["stages"]["race"]["contenders"]}
+        chosen, heavy = result["schedule"], f"{family.heavy}:{result['steps']}"
+        named = {chosen: {"what": "recommended", **result["recommendation"]}}
+        named |= {s: row for s, row in contenders.items() if row["kind"] == "rival" and s != chosen}
+        mixed = (row for row in result["confirmed"] if row["kind"] == "mixed" and row["schedule"] not in named)
+        named |= {row["schedule"]: row for row in mixed}
+        logs = log_ppls(family, options, [heavy, *named])
+        sandwich = next(schedule for schedule in named if contenders.get(schedule, {}).get("what") == "sandwich")
+        beside = {"heavy": heavy, "recommended": chosen, "sandwich": sandwich}
+        rows = [
+            {
+                "schedule": schedule,
+                "what": contenders.get(schedule, about)["what"],
+                "kind": about["kind"],
+                "saved": about["saved"],
+                "recommended": schedule == chosen,
+                "mean_ppl": mean_ppl(logs[schedule]),
+                **{f"against_{name}": paired(logs[schedule] - logs[other]) for name, other in beside.items()},
+            }
+            for schedule, about in named.items()
+        ]
+        rows.sort(key=lambda row: row["against_heavy"]["difference"])
+        found.append({"saved": saved, "verdict": result["verdict"], "calls": result["calls"], "rows": rows})
+    return found
+
+
+def draw(out: Path) -> None:
+    """What the tuner and its rivals lose against all-heavy, a panel for each saving; and the 210."""
+    if (whole := out / "searches" / "all-210.json").is_file():
+        plot_search(json.loads(whole.read_text()), out / "all-210.png")
+    budgets = json.loads((out / "search.json").read_text()).get("all", [])
+    if not budgets:
+        return
+    figure = new_figure(4.6 * len(budgets), 0.9 + 0.33 * max(len(budget["rows"]) for budget in budgets))
+    ends = [100 * end for budget in budgets for row in budget["rows"] for end in row["against_heavy"]["ci"]]
+    looks = {kind: (COLOURS[k], MARKERS[k]) for k, kind in enumerate(("mixed", "rival", "sandwich"))}
+    for axes, budget in zip(figure.subplots(1, len(budgets), squeeze=False)[0], budgets, strict=True):
+        for k, row in enumerate(budget["rows"]):
+            value, (low, high) = 100 * row["against_heavy"]["difference"], row["against_heavy"]["ci"]
+            colour, marker = looks["sandwich" if row["what"] == "sandwich" else row["kind"]]
+            reach = [[value - 100 * low], [100 * high - value]]
+            axes.errorbar(value, k, xerr=reach, color=colour, marker=marker, capsize=3)
+            label = f"{'mixed: ' if row['kind'] == 'mixed' else ''}{row['what']}{' *' if row['recommended'] else ''}"
+            where: dict[str, Any] = {"xytext": (4, -3), "textcoords": "offset points", "fontsize": 7}
+            axes.annotate(f"{label}, {row['saved']:.0%} saved", (100 * high, k), **where)
+        axes.set_yticks([])
+        axes.set_ylim(len(budget["rows"]) - 0.5, -0.5)
+        axes.set_xlim(min(0.0, *ends) - 0.5, 1.9 * max(ends))  # the labels stand on the right
+        axes.set_xlabel("extra log-perplexity, hundredths")
+        axes.set_title(f"at least {budget['saved']:.0%} saved (* recommended)", fontsize=9)
+        axes.grid(axis="x", alpha=0.25)
+    save_figure(figure, out / "budgets.png")
+
+
+if __name__ == "__main__":
+    main()

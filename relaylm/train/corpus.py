@@ -1,0 +1,439 @@
+r"""Text in, token files out.
+
+A corpus is a folder: `train.bin` and `heldout.bin` (token ids as unsigned integers of the smallest width that holds the
+vocabulary, memory-mapped when read), `manifest.json` (what was read, how it was cut, sha256 of everything) and the
+tokenizer's own files. The *last* `holdout` share of the text is held out and never trained on.
+
+**Packing.** Three rules for turning documents into rows of L tokens:
+
+- `running`: plain text without marks; a row is any window of L tokens.
+- `wrap` (MDLM's rule for OpenWebText): documents are joined, each followed by eos; the stream is cut into chunks of
+  L - 2, and each is wrapped as bos, chunk, eos. What is left over at the end is dropped.
+- `pad` (MDLM's rule for LM1B): one sentence in each row, as bos, sentence, eos (cut to fit), padded to L. Padding is
+  not scored: `train.rows` and `heldout.rows` hold the number of real tokens of each row.
+
+What counts as a document, and how a source is read, is in `relaylm.models.text`. Nothing is held in memory but a few
+megabytes of text, which are encoded together on all cores (where the tokenizer can), so the corpus may be of any size:
+it is read two times (to count, and to encode), three if a BPE vocabulary is trained, which sees the training part
+alone.
+
+A corpus is written beside its final place and renamed when it is whole, so there are no half-written ones.
+
+Shapes: B rows, L positions, N tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from relaylm.errors import UserError
+from relaylm.files import file_sha256, sync
+from relaylm.models.text import find_sources, pieces, wrap_marks
+from relaylm.models.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, vocabulary
+from relaylm.progress import progress_bar
+
+FORMAT = 1
+PACKINGS = ("running", "wrap", "pad")
+SPLITS = ("train", "heldout")
+_TOGETHER = 1 << 22  # characters that are encoded at once
+_VERIFY_BELOW = 1 << 30  # bytes: larger token files are checked for their size only, unless told
+
+
+# ---------------------------------------------------------------------------------------------------- writing tokens
+
+
+class _Tokens:
+    """A token file being written, and its hash."""
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self.path, self.dtype, self.count = path, dtype, 0
+        self.hash = hashlib.sha256()
+        self.file: BinaryIO = open(path, "wb")  # noqa: SIM115  (closed by `close`)
+
+    def write(self, ids: np.ndarray) -> None:
+        data = ids.astype(self.dtype).tobytes()
+        self.hash.update(data)
+        self.file.write(data)
+        self.count += len(ids)
+
+    def close(self) -> dict[str, Any]:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        return {"sha256": self.hash.hexdigest(), "count": self.count, "dtype": self.dtype.name}
+
+
+class _Packer:
+    """Documents to rows, by one of the three rules."""
+
+    def __init__(self, folder: Path, split: str, tokenizer: Tokenizer, packing: str, length: int | None) -> None:
+        self.tokenizer, self.packing, self.length = tokenizer, packing, length or 0
+        self.tokens = _Tokens(folder / f"{split}.bin", token_dtype(tokenizer.size))
+        self.rows = _Tokens(folder / f"{split}.rows", np.dtype(np.int32)) if packing == "pad" else None
+        self.pending: list[np.ndarray] = []
+        self.waiting = self.characters = self.documents = self.truncated = 0
+        self.eos, self.bos = tokenizer.eos_id, tokenizer.bos_id
+        self.row: list[np.ndarray] = []  # pad: the pieces of the sentence at hand
+
+    def add(self, text: str, end: bool, tokens: list[int]) -> None:
+        self.characters += len(text)
+        self.documents += end
+        ids = np.asarray(tokens, dtype=np.int64)
+        if self.packing == "running":
+            self.tokens.write(ids)
+        elif self.packing == "wrap":
+            assert self.eos is not None
+            self.pending.append(np.append(ids, self.eos) if end else ids)
+            self.waiting += len(self.pending[-1])
+            if self.waiting >= 64 * self.length:
+                self._flush_chunks()
+        else:
+            self.row.append(ids)
+            if end:
+                self._write_row(np.concatenate(self.row))
+                self.row = []
+
+    def _flush_chunks(self) -> None:
+        """wrap: every full chunk of L - 2 tokens as bos, chunk, eos; the rest waits."""
+        first, last = wrap_marks(self.tokenizer)
+        assert first is not None and last is not None
+        stream, inner = np.concatenate(self.pending), self.length - 2
+        whole = len(stream) // inner
+        rows = np.full((whole, self.length), last, dtype=np.int64)
+        rows[:, 0] = first
+        rows[:, 1:-1] = stream[: whole * inner].reshape(whole, inner)
+        self.tokens.write(rows.ravel())
+        self.pending, self.waiting = [stream[whole * inner :]], len(stream) - whole * inner
+
+    def _write_row(self, ids: np.ndarray) -> None:
+        assert self.rows is not None
+        before = [] if self.bos is None else [self.bos]
+        after = [] if self.eos is None else [self.eos]
+        room = self.length - len(before) - len(after)
+        self.truncated += max(0, len(ids) - room)
+        real = np.concatenate([np.array(before, dtype=np.int64), ids[:room], np.array(after, dtype=np.int64)])
+        row = np.full(self.length, next((i for i in (self.tokenizer.pad_id, self.eos) if i is not None), 0))
+        row[: len(real)] = real
+        self.tokens.write(row)
+        self.rows.write(np.array([len(real)]))
+
+    def close(self) -> dict[str, Any]:
+        if self.pending:
+            self._flush_chunks()
+        files = {self.tokens.path.name: self.tokens.close()}
+        if self.rows is not None:
+            files[self.rows.path.name] = self.rows.close()
+        return {
+            "characters": self.characters,
+            "documents": self.documents,
+            "tokens": self.tokens.count,
+            "dropped_tokens": self.waiting + self.truncated,
+            "files": files,
+        }
+
+
+def token_dtype(size: int) -> np.dtype:
+    """The smallest unsigned integer that holds every id of a tokenizer (the mask is never stored)."""
+    kind = np.uint8 if size <= 2**8 else np.uint16 if size <= 2**16 else np.uint32
+    return np.dtype(kind).newbyteorder("<")
+
+
+def train_bpe(texts: Iterator[str], size: int) -> JsonTokenizer:
+    """A byte-level BPE vocabulary of `size` entries, <|endoftext|> among them, in the manner of GPT-2's."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    if size < 257:
+        raise UserError(f"a byte-level BPE vocabulary has at least 257 entries (256 bytes and an end mark), not {size}")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer=trainer)
+    return JsonTokenizer(backend.to_str(), where="the trained vocabulary")
+
+
+# --------------------------------------------------------------------------------------------------------- prepare
+
+
+def prepare(
+    sources: Sequence[str | Path] | str | Path,
+    out_folder: str | Path,
+    *,
+    tokenizer: str | Path | Tokenizer = "bytes",
+    packing: str = "running",
+    length: int | None = None,
+    holdout: float = 0.02,
+    licence: str = "",
+    progress: bool = True,
+) -> TokenFile:
+    """Text files or datasets of the hub to a corpus folder.
+
+    `tokenizer` is "text8", "bytes", "bpe:SIZE" (trained here on the training part), a `tokenizers` JSON file, or an
+    object. `length` is needed for the packings with rows (wrap, pad). `licence` is kept in the manifest and goes into
+    model cards. Run again with the same arguments, it checks what is there and returns it.
+    """
+    if packing not in PACKINGS:
+        raise UserError(f"unknown packing {packing!r}: choose {', '.join(PACKINGS)}")
+    if packing != "running" and (length is None or length < 4):
+        raise UserError(f"packing {packing!r} makes rows: give their length, at least 4, not {length}")
+    if not 0 <= holdout < 1:
+        raise UserError(f"the held-out share must be at least 0 and below 1, not {holdout}")
+    length = None if packing == "running" else length
+    texts = find_sources(sources)
+    out = Path(out_folder).expanduser()
+    request = {
+        "sources": [source.fingerprint() for source in texts],
+        "tokenizer": tokenizer
+        if isinstance(tokenizer, str) and not Path(tokenizer).exists()
+        else _tokenizer_json(tokenizer),
+        "packing": packing,
+        "length": length,
+        "holdout": holdout,
+    }
+    if (out / "manifest.json").exists():
+        there = TokenFile.load(out)
+        if there.manifest["request"] != json.loads(json.dumps(request)):
+            changed = [key for key, value in request.items() if there.manifest["request"].get(key) != value]
+            raise UserError(f"{out} already holds another corpus ({', '.join(changed)} differ): choose another folder")
+        return there
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} exists and is not a corpus: choose another folder")
+
+    total = 0
+    with _bar("count", None, progress) as bar:
+        for text, _ in pieces(texts, packing):
+            total += len(text)
+            bar.update(len(text))
+    cut = round(total * (1 - holdout))
+
+    def split(label: str) -> Iterator[tuple[str, str, bool]]:
+        """(split, piece, end) in order. Running text is cut at the very character, documents where one begins."""
+        position, held, begins = 0, False, True
+        with _bar(label, total, progress) as bar:
+            for text, end in pieces(texts, packing):
+                if packing == "running" and position < cut < position + len(text):
+                    yield "train", text[: cut - position], False
+                    yield "heldout", text[cut - position :], end
+                else:
+                    held = position >= cut if packing == "running" or begins else held
+                    yield "heldout" if held else "train", text, end
+                position, begins = position + len(text), end
+                bar.update(len(text))
+
+    chosen: Tokenizer
+    if isinstance(tokenizer, str) and tokenizer.startswith("bpe:"):
+        size = tokenizer.removeprefix("bpe:")
+        if not size.isdigit():
+            raise UserError(f"write the size of a BPE vocabulary as bpe:8192, not {tokenizer!r}")
+        chosen = train_bpe((text for part, text, _ in split("bpe") if part == "train"), int(size))
+    else:
+        chosen = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+    if packing == "wrap" and chosen.eos_id is None:
+        raise UserError("packing 'wrap' joins documents by an end mark, which this tokenizer does not have")
+
+    partial = out.with_name(out.name + ".partial")
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        packers = {part: _Packer(partial, part, chosen, packing, length) for part in SPLITS}
+        for group in _groups(split("encode")):
+            encoded = chosen.encode_batch([text for _, text, _ in group])
+            for (part, text, end), tokens in zip(group, encoded, strict=True):
+                packers[part].add(text, end, tokens)
+        splits = {part: packer.close() for part, packer in packers.items()}
+        for name, data in chosen.files().items():
+            _write(partial / name, data)
+        vocab_size, mask_id = vocabulary(chosen)
+        manifest = {
+            "format": FORMAT,
+            "request": request,
+            "tokenizer": chosen.to_json(),
+            "vocab_size": vocab_size,
+            "mask_id": mask_id,
+            "packing": packing,
+            "length": length,
+            "licence": licence,
+            "splits": splits,
+        }
+        if not splits["train"]["tokens"]:
+            raise UserError("there is no training text: the sources are empty, or shorter than one row")
+        if holdout and not splits["heldout"]["tokens"]:
+            raise UserError(f"{holdout:.3g} of this text is less than one row: hold out more, or nothing (0)")
+        _write(partial / "manifest.json", json.dumps(manifest, indent=1).encode())
+        sync(partial)
+        if out.exists():
+            out.rmdir()
+        os.rename(partial, out)
+        sync(out.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"cannot write the corpus {out}: {error.strerror or error}") from error
+    except Exception:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return TokenFile.load(out, verify=False)
+
+
+def _groups(parts: Iterator[tuple[str, str, bool]]) -> Iterator[list[tuple[str, str, bool]]]:
+    """The pieces of a text in order, so many together that there is work for every core."""
+    group, size = [], 0
+    for part in parts:
+        group.append(part)
+        size += len(part[1])
+        if size >= _TOGETHER:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _tokenizer_json(tokenizer: str | Path | Tokenizer) -> dict[str, Any]:
+    return (load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer).to_json()
+
+
+def _bar(label: str, total: int | None, progress: bool) -> Any:
+    return progress_bar(label, total, "char", progress)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ----------------------------------------------------------------------------------------------------------- read
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A corpus that is ready to be read. Arrays are memory-mapped, so opening one costs nothing."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    train: np.ndarray  # (N,) for running text, (rows, L) otherwise
+    heldout: np.ndarray
+    train_real: np.ndarray | None = None  # pad: real tokens of each row
+    heldout_real: np.ndarray | None = None
+
+    @classmethod
+    def load(cls, folder: str | Path, verify: bool | None = None) -> TokenFile:
+        """Open a corpus. Sizes are always checked against the manifest; hashes if `verify`, which by default is done
+        for files below a gigabyte."""
+        folder = Path(folder).expanduser()
+        try:
+            manifest = json.loads((folder / "manifest.json").read_text())
+            if manifest["format"] != FORMAT:
+                raise UserError(f"{folder} has format {manifest['format']}, this version reads {FORMAT}")
+            length = manifest["length"]
+            arrays: dict[str, np.ndarray] = {}
+            for split in SPLITS:
+                for name, facts in manifest["splits"][split]["files"].items():
+                    if name not in (f"{split}.bin", f"{split}.rows"):
+                        raise KeyError(name)
+                    arrays[name] = _open_array(folder / name, facts, verify)
+                if length is not None:
+                    arrays[f"{split}.bin"] = arrays[f"{split}.bin"].reshape(-1, length)
+            vocab_size, mask_id = int(manifest["vocab_size"]), int(manifest["mask_id"])
+            if not 0 <= mask_id < vocab_size or manifest["packing"] not in PACKINGS:
+                raise ValueError("mask_id")
+            str(manifest["licence"]), dict(manifest["request"]), dict(manifest["tokenizer"])
+        except UserError:
+            raise
+        except FileNotFoundError as error:
+            raise UserError(
+                f"{folder} is not a corpus: {Path(error.filename or '').name} is missing (relaylm prepare makes one)"
+            ) from None
+        except OSError as error:
+            raise UserError(f"cannot read the corpus {folder}: {error.strerror or error}") from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{folder / 'manifest.json'} is damaged: prepare the corpus again") from None
+        return cls(
+            folder,
+            manifest,
+            arrays["train.bin"],
+            arrays["heldout.bin"],
+            arrays.get("train.rows"),
+            arrays.get("heldout.rows"),
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.manifest["tokenizer"], self.folder)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.manifest["vocab_size"])
+
+    @property
+    def mask_id(self) -> int:
+        return int(self.manifest["mask_id"])
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a training run remembers of its data: the hashes of the token files."""
+        files = {n: f for split in SPLITS for n, f in self.manifest["splits"][split]["files"].items()}
+        return {name: facts["sha256"] for name, facts in files.items()}
+
+    def characters_per_token(self, split: str = "heldout") -> float:
+        facts = self.manifest["splits"][split]
+        return float(facts["characters"] / max(1, facts["tokens"]))
+
+    def windows(self, length: int, split: str = "train") -> int:
+        """How many rows one pass over the text has."""
+        data = self._data(split)
+        if data.ndim == 2:
+            if data.shape[1] != length:
+                raise UserError(f"this corpus was packed in rows of {data.shape[1]}, not {length}")
+            return len(data)
+        if len(data) < length:
+            raise UserError(f"the {split} text has {len(data)} tokens, less than one row of {length}")
+        return max(1, (len(data) - length + 1) // length)
+
+    def batch(
+        self, index_B: np.ndarray, length: int, phase: np.ndarray | int = 0, split: str = "train"
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Rows by number, and the real tokens in each (None: all). Running text is read as windows that start at
+        phase + index * length."""
+        data = self._data(split)
+        if data.ndim == 2:
+            real = self.train_real if split == "train" else self.heldout_real
+            return np.asarray(data[index_B]), None if real is None else np.asarray(real[index_B])
+        start_B = phase + index_B * length
+        return np.asarray(data[start_B[:, None] + np.arange(length)]), None
+
+    def phases(self, length: int, split: str = "train") -> int:
+        """Running text: how many places the first window can start at so that all windows still fit."""
+        data = self._data(split)
+        return 1 if data.ndim == 2 else min(length, len(data) - self.windows(length, split) * length + 1)
+
+    def _data(self, split: str) -> np.ndarray:
+        return self.train if split == "train" else self.heldout
+
+
+def _open_array(path: Path, facts: dict[str, Any], verify: bool | None) -> np.ndarray:
+    dtype = np.dtype(facts["dtype"])
+    if dtype.name not in ("uint8", "uint16", "uint32", "int32"):
+        raise ValueError("dtype")
+    size, expected = path.stat().st_size, int(facts["count"]) * dtype.itemsize
+    if size != expected:
+        raise UserError(f"{path} has {size} bytes, its manifest says {expected}: prepare the corpus again")
+    if (size < _VERIFY_BELOW if verify is None else verify) and file_sha256(path) != facts["sha256"]:
+        raise UserError(f"{path} does not have the sha256 of its manifest: it was changed, prepare the corpus again")
+    return np.memmap(path, dtype=dtype, mode="r") if size else np.zeros(0, dtype=dtype)

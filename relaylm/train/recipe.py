@@ -1,0 +1,272 @@
+r"""Every number of a training run, and the presets that hold them.
+
+A `Recipe` is how one network is trained; a `Preset` is a family's shape with a recipe, read from TOML. The defaults are
+MDLM's, which the paper uses; presets state their own where runs are short. Standard library only, so that a command
+line can list and check settings before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from relaylm.errors import UserError
+
+if TYPE_CHECKING:
+    from relaylm.models.denoiser import Architecture
+
+PRESETS = Path(__file__).parents[1] / "models" / "presets"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every number of a training run. The defaults are MDLM's, which the paper uses."""
+
+    steps: int = 1_000_000
+    """Updates of the weights."""
+    batch: int = 512
+    """Rows in an update, over all processes."""
+    micro_batch: int = 0
+    """Rows a process sends through the network at once; 0: its whole share. Does not change the result."""
+    optimizer: str = "adamw"
+    """adamw, or muon for the blocks' matrices with adamw for the rest."""
+    lr: float = 3e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    """Largest norm of the gradient; 0: no clipping."""
+    warmup: int = 2500
+    """Steps over which the learning rate rises linearly."""
+    decay: str = "constant"
+    """After the warm-up: constant, cosine or linear."""
+    final_lr: float = 0.0
+    """Where cosine and linear end, as a share of lr."""
+    ema: float = 0.9999
+    """Decay of the moving average; ramped up as min(ema, (1 + n) / (10 + n)) after n updates."""
+    dropout: float = 0.1
+    init: float = 0.0
+    """Standard deviation of fresh matrices; 0: 1/sqrt(3 width), which is MDLM's (0.0208 at width 768)."""
+    floor: float = 1e-3
+    """The smallest time."""
+    seed: int = 0
+    precision: str = "auto"
+    """bf16 (autocast; weights and optimizer stay fp32), fp32, or auto: bf16 on CUDA, fp32 elsewhere."""
+    compile: str = "auto"
+    """torch.compile: on, off, or auto: on CUDA with Triton."""
+    attention: str = "auto"
+    """Which fused attention CUDA uses: flash, cudnn, or auto, which leaves it to PyTorch."""
+    shard: bool = False
+    """Split weights and optimizer over the processes (fully_shard), for what does not fit; otherwise each has a
+    copy."""
+    log_every: int = 50
+    eval_every: int = 5000
+    """Steps between validation bounds; 0: only at the end."""
+    eval_rows: int = 256
+    """Held-out rows for them."""
+    eval_draws: int = 4
+    sample_every: int = 0
+    """Steps between samples; 0: none."""
+    checkpoint_every: int = 1000
+    stages: tuple[int, ...] = ()
+    """Steps after which the averaged weights are kept beside the checkpoint, to study how models change."""
+    diverged: float = 3.0
+    """Stop when the mean loss of 20 steps after the warm-up is this many times its running median over up to 400 steps,
+    or that of the uniform distribution."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "log_every", "checkpoint_every", "eval_rows", "eval_draws"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("micro_batch", "warmup", "eval_every", "sample_every", "seed", "weight_decay", "clip", "init"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} must be at least 0, not {getattr(self, name)}")
+        for name in ("beta1", "beta2", "ema", "dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
+        if not 0 < self.floor < 1:
+            raise UserError(f"floor must lie between 0 and 1, not {self.floor}")
+        if not (self.lr > 0 and self.eps > 0 and self.diverged > 1):
+            raise UserError(
+                f"lr and eps must be above 0 and diverged above 1, not {self.lr}, {self.eps}, {self.diverged}"
+            )
+        if not 0 <= self.final_lr <= 1:
+            raise UserError(f"final_lr is a share of lr, 0 to 1, not {self.final_lr}")
+        if any(not 0 < step < self.steps for step in self.stages):
+            raise UserError(f"stages are steps before the last, 1 to {self.steps - 1}, not {list(self.stages)}")
+        for name, choices in (
+            ("optimizer", ("adamw", "muon")),
+            ("decay", ("constant", "cosine", "linear")),
+            ("precision", ("auto", "bf16", "fp32")),
+            ("compile", ("auto", "on", "off")),
+            ("attention", ("auto", "flash", "cudnn")),
+        ):
+            if getattr(self, name) not in choices:
+                raise UserError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
+
+
+# What may change between a run and its resumption, because it does not change the weights (or only their last bits).
+OPERATIONAL = (
+    "micro_batch",
+    "compile",
+    "attention",
+    "shard",
+    "log_every",
+    "eval_every",
+    "eval_rows",
+    "eval_draws",
+    "sample_every",
+    "checkpoint_every",
+    "stages",
+    "diverged",
+)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A family's shape and its recipe. `tokenizer` and `packing` are what `prepare` should be given; `tied` is whether
+    the embedding is the output layer's matrix too; `names` is how a model of so many blocks is called."""
+
+    name: str = "custom"
+    tokenizer: str = "bytes"
+    packing: str = "running"
+    length: int = 256
+    width: int = 768
+    heads: int = 12
+    depths: tuple[int, ...] = (4, 6, 8, 10, 12)
+    twin: int | None = None
+    judge: int | None = None
+    time_conditioning: bool = False
+    tied: bool = False
+    names: str = "{}b"
+    recipe: Recipe = field(default_factory=Recipe)
+
+    def __post_init__(self) -> None:
+        for name in ("twin", "judge"):  # 0 is none, so that a preset's can be left out
+            object.__setattr__(self, name, getattr(self, name) or None)
+        if not self.depths or any(depth < 1 for depth in self.depths) or len(set(self.depths)) < len(self.depths):
+            raise UserError(f"depths must be different numbers of blocks, at least one, not {list(self.depths)}")
+        if self.twin is not None and self.twin not in self.depths:
+            raise UserError(f"the twin repeats a model of the family: its depth must be one of {list(self.depths)}")
+        if self.judge is not None and self.judge < 1:
+            raise UserError(f"the judge must have at least 1 block, not {self.judge}")
+        if self.names.count("{}") != 1 or set(self.names.replace("{}", "")) & set("{}"):
+            raise UserError(f"names must say once where the number of blocks goes, as d{{}} does, not {self.names!r}")
+
+    def model_name(self, depth: int) -> str:
+        return self.names.format(depth)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def architecture(self, depth: int, vocab_size: int, mask_id: int, causal: bool = False) -> Architecture:
+        from relaylm.models.denoiser import Architecture
+
+        timed = self.time_conditioning and not causal
+        return Architecture(
+            vocab_size,
+            self.length,
+            self.width,
+            depth,
+            self.heads,
+            mask_id,
+            adaln=timed,
+            time_conditioning=timed,
+            causal=causal,
+            tied=self.tied,
+        )
+
+
+def presets() -> list[str]:
+    """The names of the presets that come with the package."""
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def load_preset(name_or_path: str | Path, **overrides: Any) -> Preset:
+    """A preset by name or from a TOML file with the tables [data], [model] and [train]; overridden by keyword, with the
+    names of the fields of `Preset` and `Recipe`. An override of None is none."""
+    path = Path(name_or_path)
+    if path.suffix != ".toml":
+        path = PRESETS / f"{name_or_path}.toml"
+        if not path.is_file():
+            raise UserError(f"there is no preset {str(name_or_path)!r}: choose {', '.join(presets())}, or a .toml file")
+    try:
+        tables = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from None
+    shape_names = {f.name for f in fields(Preset)} - {"name", "recipe"}
+    recipe_names = {f.name for f in fields(Recipe)}
+    values: dict[str, Any] = {}
+    for table, allowed in (("data", shape_names), ("model", shape_names), ("train", recipe_names)):
+        for key, value in tables.pop(table, {}).items():
+            if key not in allowed:
+                raise UserError(
+                    f"{path.name} has an unknown entry {table}.{key}: allowed are {', '.join(sorted(allowed))}"
+                )
+            values[key] = value
+    if tables:
+        raise UserError(
+            f"{path.name} has an unknown entry {next(iter(tables))!r}: it has the tables data, model, train"
+        )
+    for key, value in overrides.items():
+        if key not in shape_names | recipe_names:
+            raise UserError(f"there is no setting {key!r}: there are {', '.join(sorted(shape_names | recipe_names))}")
+        if value is not None:
+            values[key] = value
+    values = {key: _checked(key, value) for key, value in values.items()}
+    recipe = Recipe(**{key: values.pop(key) for key in list(values) if key in recipe_names})
+    return Preset(name=path.stem, recipe=recipe, **values)
+
+
+def _checked(key: str, value: Any) -> Any:
+    """A setting with the type of its default (TOML and command lines are loose about int and float)."""
+    defaults = {**{f.name: f.default for f in fields(Recipe)}, **{f.name: f.default for f in fields(Preset)}}
+    default = defaults[key]
+    if key in ("twin", "judge"):
+        default = 0
+    if isinstance(default, tuple):
+        if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
+            raise UserError(f"{key} must be a list of whole numbers, not {value!r}")
+        return tuple(value)
+    if isinstance(default, float) and type(value) is int:
+        value = float(value)
+    if type(value) is not type(default):
+        raise UserError(f"{key} must be of the kind {type(default).__name__}, not {value!r}")
+    return value
+
+
+def lr_at(recipe: Recipe, step: int) -> float:
+    """The learning rate of update `step` (0 is the first): (step + 1) / warmup of lr until it is reached, then as
+    `decay` says, arriving at final_lr * lr with the last update."""
+    if step < recipe.warmup:
+        return recipe.lr * (step + 1) / recipe.warmup
+    if recipe.decay == "constant":
+        return recipe.lr
+    done = (step + 1 - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    falling = (1 + math.cos(math.pi * done)) / 2 if recipe.decay == "cosine" else 1 - done
+    return recipe.lr * (recipe.final_lr + (1 - recipe.final_lr) * falling)
+
+
+def ema_decay(recipe: Recipe, updates: int) -> float:
+    """MDLM's ramp: min(ema, (1 + n) / (10 + n)) at the n-th update (1 is the first)."""
+    return min(recipe.ema, (1 + updates) / (10 + updates))
+
+
+def override(preset: Preset, **overrides: Any) -> Preset:
+    """A preset with some of its settings, or of its recipe's, changed; None leaves one as it is."""
+    given = {key: value for key, value in overrides.items() if value is not None}
+    recipe_names = {f.name for f in fields(Recipe)}
+    unknown = sorted(set(given) - recipe_names - {f.name for f in fields(Preset)})
+    if unknown:
+        raise UserError(f"there is no setting {unknown[0]!r}")
+    for key in ("depths", "stages"):
+        if key in given:
+            given[key] = tuple(given[key])
+    recipe = replace(preset.recipe, **{key: given.pop(key) for key in list(given) if key in recipe_names})
+    return replace(preset, recipe=recipe, **given)

@@ -1,0 +1,476 @@
+"""The adapter over transformers, against real tiny models of the installed version and against numpy."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+transformers = pytest.importorskip("transformers")
+
+from relaylm import convert  # noqa: E402
+from relaylm.convert import llama  # noqa: E402
+from relaylm.convert.tensors import count  # noqa: E402
+from relaylm.errors import UserError  # noqa: E402
+
+V, D, HEADS, BLOCKS, F = 53, 16, 4, 2, 24
+TOKENS = torch.tensor([[3, 50, 0, 50, 50, 7, 50, 1, 9, 50], [50] * 10])
+T = torch.ones(2)
+POSITIONS = torch.tensor([[1, 3, 6], [9, 0, 2]])
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def rand(generator: torch.Generator, *shape: int, scale: float = 0.3) -> torch.Tensor:
+    return torch.randn(shape, generator=generator) * scale
+
+
+def llada(
+    folder: Path, blocks: int = BLOCKS, kv: int = HEADS, seed: int = 0, **changes: Any
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A LLaDA folder with the published names, written out by hand."""
+    g = torch.Generator().manual_seed(seed)
+    head = D // HEADS
+    state = {"model.transformer.wte.weight": rand(g, V, D, scale=1.0), "model.transformer.ln_f.weight": 1 + rand(g, D)}
+    state["model.transformer.ff_out.weight"] = rand(g, V, D)
+    for i in range(blocks):
+        p = f"model.transformer.blocks.{i}."
+        state |= {p + "q_proj.weight": rand(g, D, D), p + "k_proj.weight": rand(g, kv * head, D)}
+        state |= {p + "v_proj.weight": rand(g, kv * head, D), p + "attn_out.weight": rand(g, D, D)}
+        state |= {
+            p + "ff_proj.weight": rand(g, F, D),
+            p + "up_proj.weight": rand(g, F, D),
+            p + "ff_out.weight": rand(g, D, F),
+        }
+        state |= {p + "attn_norm.weight": 1 + rand(g, D), p + "ff_norm.weight": 1 + rand(g, D)}
+    config = {
+        "model_type": "llada",
+        "architectures": ["LLaDAModelLM"],
+        "auto_map": {"AutoModel": "m.LLaDAModelLM"},
+        "activation_type": "silu",
+        "alibi": False,
+        "attention_layer_norm": False,
+        "block_type": "llama",
+        "d_model": D,
+        "embedding_size": V,
+        "vocab_size": V,
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "layer_norm_type": "rms",
+        "mask_token_id": 50,
+        "eos_token_id": 1,
+        "max_sequence_length": 32,
+        "mlp_hidden_size": F,
+        "mlp_ratio": 2,
+        "n_heads": HEADS,
+        "n_kv_heads": kv,
+        "n_layers": blocks,
+        "rms_norm_eps": 1e-5,
+        "rope": True,
+        "rope_theta": 500000.0,
+        "scale_logits": False,
+        "weight_tying": False,
+    }
+    return write(folder, state, config | changes), state
+
+
+def dream(folder: Path, blocks: int = BLOCKS, seed: int = 0, **changes: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+    g = torch.Generator().manual_seed(seed)
+    kv = 2 * (D // HEADS)
+    state = {"model.embed_tokens.weight": rand(g, V, D, scale=1.0), "model.norm.weight": 1 + rand(g, D)}
+    state["lm_head.weight"] = rand(g, V, D)
+    for i in range(blocks):
+        p = f"model.layers.{i}."
+        for name, rows in (("q_proj", D), ("k_proj", kv), ("v_proj", kv)):
+            state |= {p + f"self_attn.{name}.weight": rand(g, rows, D), p + f"self_attn.{name}.bias": rand(g, rows)}
+        state |= {p + "self_attn.o_proj.weight": rand(g, D, D), p + "mlp.gate_proj.weight": rand(g, F, D)}
+        state |= {p + "mlp.up_proj.weight": rand(g, F, D), p + "mlp.down_proj.weight": rand(g, D, F)}
+        state |= {p + "input_layernorm.weight": 1 + rand(g, D), p + "post_attention_layernorm.weight": 1 + rand(g, D)}
+    config = {
+        "model_type": "Dream",
+        "architectures": ["DreamModel"],
+        "auto_map": {"AutoModel": "modeling_dream.DreamModel"},
+        "hidden_size": D,
+        "intermediate_size": F,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 2,
+        "vocab_size": V,
+        "max_position_embeddings": 32,
+        "mask_token_id": 50,
+        "eos_token_id": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+    }
+    return write(folder, state, config | changes), state
+
+
+def write(folder: Path, state: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.torch.save_file(state, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def as_llama(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    names = {
+        "q_proj": "self_attn.q_proj",
+        "k_proj": "self_attn.k_proj",
+        "v_proj": "self_attn.v_proj",
+        "attn_out": "self_attn.o_proj",
+        "ff_proj": "mlp.gate_proj",
+        "up_proj": "mlp.up_proj",
+        "ff_out": "mlp.down_proj",
+        "attn_norm": "input_layernorm",
+        "ff_norm": "post_attention_layernorm",
+    }
+    top = {"wte": "model.embed_tokens", "ln_f": "model.norm", "ff_out": "lm_head"}
+    out = {}
+    for name, value in state.items():
+        parts = name.split(".")
+        if parts[2] == "blocks":
+            out[f"model.layers.{parts[3]}.{names[parts[4]]}.{parts[5]}"] = value
+        else:
+            out[f"{top[parts[2]]}.{parts[3]}"] = value
+    return out
+
+
+def transcription(state: dict[str, torch.Tensor], tokens: np.ndarray, theta: float, eps: float) -> np.ndarray:
+    """A LLaMA without its causal mask, for one row: float64, loops over heads, grouped keys and values."""
+    w = {name: value.double().numpy() for name, value in state.items()}
+    head = D // HEADS
+
+    def rms(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+    def rotary(x: np.ndarray) -> np.ndarray:
+        angle = np.arange(len(x))[:, None] * theta ** (-2 * np.arange(head // 2) / head)
+        a, b = x[:, : head // 2], x[:, head // 2 :]
+        return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=1)
+
+    x = w["model.embed_tokens.weight"][tokens]
+    for i in range(sum(name.endswith("q_proj.weight") for name in w)):
+        p = f"model.layers.{i}."
+        h = rms(x, w[p + "input_layernorm.weight"])
+        q, k, v = (
+            h @ w[p + f"self_attn.{n}_proj.weight"].T + w.get(p + f"self_attn.{n}_proj.bias", 0.0) for n in "qkv"
+        )
+        groups = HEADS // (k.shape[1] // head)
+        mixed = []
+        for j in range(HEADS):
+            own, shared = slice(j * head, (j + 1) * head), slice(j // groups * head, (j // groups + 1) * head)
+            scores = rotary(q[:, own]) @ rotary(k[:, shared]).T / math.sqrt(head)
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            mixed.append(weights / weights.sum(1, keepdims=True) @ v[:, shared])
+        x = x + np.concatenate(mixed, 1) @ w[p + "self_attn.o_proj.weight"].T
+        y = rms(x, w[p + "post_attention_layernorm.weight"])
+        gate = y @ w[p + "mlp.gate_proj.weight"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ w[p + "mlp.up_proj.weight"].T)) @ w[p + "mlp.down_proj.weight"].T
+    return rms(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+
+
+def same_at_positions(model: Any) -> torch.Tensor:
+    full = model.logits(TOKENS, T)
+    at = model.logits_at(TOKENS, T, POSITIONS)
+    torch.testing.assert_close(at, full.gather(1, POSITIONS[..., None].expand(-1, -1, V)), rtol=1e-5, atol=1e-5)
+    return full
+
+
+def sees_everything(model: Any) -> None:
+    """Every position's logits move with every token."""
+    base = model.logits(TOKENS[:1], T[:1])
+    for position in (0, 5, 9):
+        other = TOKENS[:1].clone()
+        other[0, position] = 11
+        moved = (model.logits(other, T[:1]) - base).abs().amax(dim=-1)[0]
+        assert (moved > 1e-6).all(), position
+
+
+@pytest.mark.parametrize("kv", [HEADS, 2])
+def test_llada(tmp_path: Path, kv: int) -> None:
+    folder, state = llada(tmp_path / "llada", kv=kv)
+    assert convert.recognise(folder) == "llada"
+    family = convert.load(folder)
+    assert (family.vocab_size, family.mask_id, family.length, family.meta["eos_ids"]) == (V, 50, 32, [1])
+    full = same_at_positions(family["llada"])
+    expected = np.stack([transcription(as_llama(state), row.numpy(), 500_000.0, 1e-5) for row in TOKENS])
+    torch.testing.assert_close(full, torch.from_numpy(expected).float(), rtol=1e-4, atol=1e-4)
+    sees_everything(family["llada"])
+
+
+def test_dream_answers_one_position_early(tmp_path: Path) -> None:
+    folder, state = dream(tmp_path / "dream")
+    assert convert.recognise(folder) == "dream"
+    model = convert.load(folder)["dream"]
+    full = same_at_positions(model)
+    raw = np.stack([transcription(state, row.numpy(), 1_000_000.0, 1e-6) for row in TOKENS])
+    shifted = np.concatenate([raw[:, :1], raw[:, :-1]], axis=1)
+    torch.testing.assert_close(full, torch.from_numpy(shifted).float(), rtol=1e-4, atol=1e-4)
+    sees_everything(model)
+
+
+def test_the_explicit_mask_gives_the_same(tmp_path: Path) -> None:
+    """The way for versions of transformers that have no switch for bidirectional attention."""
+    folder, _ = llada(tmp_path / "llada")
+    model: Any = convert.load(folder)["llada"]
+    without = model.logits(TOKENS, T)
+    model._explicit_mask = True
+    torch.testing.assert_close(model.logits(TOKENS, T), without, rtol=1e-5, atol=1e-5)
+    for module in model.trunk.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = True
+    model.trunk.config.is_causal = True
+    torch.testing.assert_close(model.logits(TOKENS, T), without, rtol=1e-5, atol=1e-5)
+    model._explicit_mask = False
+    assert not model._sees_ahead()  # and the check would notice
+
+
+def bert(folder: Path) -> Any:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=V,
+        hidden_size=D,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=HEADS,
+        intermediate_size=F,
+        max_position_embeddings=32,
+    )
+    return save(transformers.BertForMaskedLM(config), folder)
+
+
+def modernbert(folder: Path) -> Any:
+    torch.manual_seed(0)
+    config = transformers.ModernBertConfig(
+        vocab_size=V,
+        hidden_size=D,
+        num_hidden_layers=4,
+        num_attention_heads=HEADS,
+        intermediate_size=F,
+        local_attention=4,
+        global_attn_every_n_layers=2,
+        max_position_embeddings=32,
+        pad_token_id=0,
+        eos_token_id=2,
+        bos_token_id=3,
+        cls_token_id=3,
+        sep_token_id=2,
+    )
+    return save(transformers.ModernBertForMaskedLM(config), folder)
+
+
+def roberta(folder: Path) -> Any:
+    torch.manual_seed(0)
+    config = transformers.RobertaConfig(
+        vocab_size=V,
+        hidden_size=D,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=HEADS,
+        intermediate_size=F,
+        max_position_embeddings=34,
+        pad_token_id=1,
+    )
+    return save(transformers.RobertaForMaskedLM(config), folder)
+
+
+def distilbert(folder: Path) -> Any:
+    torch.manual_seed(0)
+    config = transformers.DistilBertConfig(
+        vocab_size=V, dim=D, n_layers=BLOCKS, n_heads=HEADS, hidden_dim=F, max_position_embeddings=32
+    )
+    return save(transformers.DistilBertForMaskedLM(config), folder)
+
+
+def save(model: Any, folder: Path) -> Any:
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(torch.randn_like(value) * 0.3)
+    model.eval().save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("make", [bert, modernbert, roberta, distilbert])
+def test_masked_language_models(tmp_path: Path, make: Any) -> None:
+    original = make(tmp_path / "model")
+    assert convert.recognise(tmp_path / "model") == "masked-lm"
+    with pytest.raises(UserError, match="mask"):
+        convert.load(tmp_path / "model")
+    family = convert.load(tmp_path / "model", mask_id=50)
+    assert family.length == 32
+    full = same_at_positions(family["model"])
+    with torch.no_grad():
+        torch.testing.assert_close(full, original(input_ids=TOKENS).logits, rtol=1e-4, atol=1e-4)
+    about = convert.describe(tmp_path / "model", mask_id=50)
+    assert about["models"]["model"]["parameters"] == sum(value.numel() for value in original.parameters())
+
+
+class Widths(TorchDispatchMode):
+    """Every result that has a row of the vocabulary: how many such rows it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[-1] == V and value.shape[-2] != D:
+                self.rows.append(value.numel() // V)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "llada", "dream"])
+def test_the_full_head_is_never_made(tmp_path: Path, kind: str) -> None:
+    {"bert": bert, "modernbert": modernbert, "llada": llada, "dream": dream}[kind](tmp_path / "model")
+    model = convert.load(tmp_path / "model", mask_id=50)["model"]
+    with Widths() as seen:
+        model.logits_at(TOKENS, T, POSITIONS[:, :1])
+    assert seen.rows and max(seen.rows) == 2
+    with Widths() as seen:
+        model.logits(TOKENS, T)
+    assert max(seen.rows) == TOKENS.numel()  # the test can see a full head
+
+
+@pytest.mark.parametrize("make", [llada, dream])
+def test_broken_folders_are_refused_by_name(tmp_path: Path, make: Any) -> None:
+    folder, state = make(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    names = [name for name in state if "1.up_proj" in name or "mlp.up_proj" in name or "wte" in name or "embed" in name]
+    for name in names:
+        without = {key: value for key, value in state.items() if key != name}
+        broken = [without, without | {name + "_old": state[name]}, state | {name: state[name].T.contiguous()}]
+        for wrong in broken:
+            with pytest.raises(UserError, match="tensor " + name.replace(".", r"\.")):
+                convert.load(write(folder, wrong, config))
+
+
+def test_broken_masked_lm_is_refused_by_name(tmp_path: Path) -> None:
+    bert(tmp_path / "m")
+    path = tmp_path / "m" / "model.safetensors"
+    state = safetensors.torch.load_file(path)
+    name = "bert.encoder.layer.1.intermediate.dense.weight"
+    for wrong in (
+        {key: value for key, value in state.items() if key != name},
+        state | {name: state[name].T.contiguous()},
+    ):
+        safetensors.torch.save_file(wrong, path, {"format": "pt"})
+        with pytest.raises(UserError, match=name.replace(".", r"\.")):
+            convert.load(tmp_path / "m", mask_id=50)
+    path.unlink()
+    torch.save(state, tmp_path / "m" / "pytorch_model.bin")
+    with pytest.raises(UserError, match="safetensors"):
+        convert.load(tmp_path / "m", mask_id=50)
+
+
+def test_configurations_beyond_the_published_ones_are_refused(tmp_path: Path) -> None:
+    for change in ({"alibi": True}, {"block_type": "sequential"}, {"attention_layer_norm": True}):
+        folder, _ = llada(tmp_path / "m", **change)
+        with pytest.raises(UserError, match=next(iter(change))):
+            convert.load(folder)
+    folder, _ = dream(tmp_path / "d", use_sliding_window=True)
+    with pytest.raises(UserError, match="sliding"):
+        convert.load(folder)
+
+
+def test_published_parameter_counts() -> None:
+    llada_8b = {
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "vocab_size": 126_464,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "tie_word_embeddings": False,
+    }
+    assert count(llama.llada_layout(llada_8b)) == 8_015_581_184
+    dream_7b = {
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "vocab_size": 152_064,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    }
+    assert count(llama.dream_layout(dream_7b)) == 7_615_616_512
+
+
+def test_llada_and_dream_cannot_take_turns(tmp_path: Path) -> None:
+    one, _ = llada(tmp_path / "LLaDA-8B")
+    two, _ = dream(tmp_path / "Dream-7B", mask_token_id=51)
+    message = r"Dream-7B \(dream\) has vocabulary 53 and mask 51, LLaDA-8B \(llada\) has 53 and 50: models that"
+    with pytest.raises(UserError, match=message):
+        convert.load([one, two])
+
+
+def test_dtype_is_the_users(tmp_path: Path) -> None:
+    folder, _ = llada(tmp_path / "m")
+    model: Any = convert.load(folder, dtype="bfloat16")["m"]
+    assert model.model.dtype == torch.bfloat16 and model.logits(TOKENS, T).dtype == torch.float32
+    stored = {k: v.bfloat16() for k, v in safetensors.torch.load_file(folder / "model.safetensors").items()}
+    safetensors.torch.save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    kept: Any = convert.load(folder)["m"]
+    assert kept.model.dtype == torch.bfloat16  # what is stored is kept unless the user says otherwise
+
+
+# -------------------------------------------------------------------------------------------------------------- chat
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_chat_prompt(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": " Hello "}]
+    with pytest.raises(UserError, match="no chat template"):
+        convert.chat_prompt(tmp_path, messages)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": "{{ bos_token }}" + CHATML, "bos_token": {"content": "<s>"}}))
+    assert convert.chat_prompt(tmp_path, messages) == "<s><|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only one') }}")
+    with pytest.raises(UserError, match="only one"):
+        convert.chat_prompt(tmp_path, messages)
+    escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    (tmp_path / "chat_template.jinja").write_text(escape)
+    with pytest.raises(UserError, match="cannot render"):
+        convert.chat_prompt(tmp_path, messages)
+
+
+def test_until_eos() -> None:
+    rows = [[5, 1, 7, 9, 2], [1, 1, 1, 1, 1], [3, 4, 5, 6, 7]]
+    assert convert.until_eos(rows, [9, 1], start=2) == [[5, 1, 7], [1, 1], [3, 4, 5, 6, 7]]
+    assert convert.until_eos(np.array(rows), []) == rows
+
+
+def test_dream_tokenizer_from_vocabulary_and_merges(tmp_path: Path) -> None:
+    folder, _ = dream(tmp_path / "dream")
+    letters = [*"abcdefghijklmnopqrstuvwxyz", "Ġ", "ab"]
+    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(letters)}))
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    added = {"50": {"content": "<|mask|>", "special": True}, "28": {"content": "<|endoftext|>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "DreamTokenizer",
+                "added_tokens_decoder": added,
+                "auto_map": {"AutoTokenizer": ["t.T", None]},
+            }
+        )
+    )
+    family = convert.load(folder)
+    if family.tokenizer is None:
+        pytest.skip("this transformers cannot build Qwen2's tokenizer from these files")
+    assert family.tokenizer.decode(family.tokenizer.encode("ab cab")) == "ab cab"

@@ -1,0 +1,109 @@
+"""Mean prices against plans counted call by call, and budgets as text."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relaylm.core.cost import UNITS, Budget, Cost, Price, mean_price, parse_budget
+from relaylm.core.schedule import Schedule
+from relaylm.errors import UserError
+
+
+def brute_force(prices: dict[str, Price], schedule: Schedule, steps: int, free: int, rng: np.random.Generator) -> float:
+    """The mean over many plans, counted call by call."""
+    table, total, rows = schedule.timetable(steps), 0.0, 4000
+    times = np.asarray(table.times)
+    for _ in range(rows):
+        step_F = np.searchsorted(-times, -rng.random(free), side="right") - 1  # from the masked end
+        for step, count in zip(*np.unique(step_F, return_counts=True), strict=True):
+            price = prices[table.models[step]]
+            total += price.base + price.slope * count
+    return total / rows
+
+
+@pytest.mark.parametrize("text", ["a:50% b:50%", "a:2@50% b:6@50%", "b:100%"])
+@pytest.mark.parametrize(("steps", "free"), [(8, 16), (8, 1), (8, 5)])
+def test_mean_price_is_the_mean_over_plans(text: str, steps: int, free: int) -> None:
+    known = {"a": Price(3.0, 0.5), "b": Price(10.0, 2.0)}
+    schedule = Schedule.parse(text)
+    counted = brute_force(known, schedule, steps, free, np.random.default_rng(0))
+    assert mean_price(known, schedule, steps, np.array([free])) == pytest.approx(counted, rel=0.02)
+    assert mean_price(known, schedule.timetable(steps), None, np.array([free])) == pytest.approx(
+        mean_price(known, schedule, steps, np.array([free]))
+    )
+
+
+def test_rows_with_other_prompts_are_averaged() -> None:
+    known = {"a": Price(3.0, 0.5)}
+    one, two = (mean_price(known, Schedule.parse("a:100%"), 4, np.array([f])) for f in (2, 9))
+    assert mean_price(known, Schedule.parse("a:100%"), 4, np.array([2, 9, 9])) == pytest.approx((one + 2 * two) / 3)
+    endless = mean_price(known, Schedule.parse("a:100%"), math.inf, np.array([2, 4]))
+    assert endless == pytest.approx(3 * 3.5)  # every position has a call of its own
+
+
+def test_cost_json_has_what_is_known() -> None:
+    assert not {"milliseconds", "joules"} & set(Cost().to_json())
+    assert Cost(milliseconds=3.0).to_json()["milliseconds"] == 3.0 and "joules" not in Cost(milliseconds=3.0).to_json()
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("25%", Budget(0.25, "flops", share=True)),
+        ("0.25", Budget(0.25, "flops", share=True)),
+        ("0", Budget(0.0, "flops", share=True)),
+        ("12.5% ms", Budget(0.125, "ms", share=True)),
+        ("ms:12.5%", Budget(0.125, "ms", share=True)),
+        ("3.1e12 flops", Budget(3.1e12, "flops")),
+        ("3.1E+12FLOPs", Budget(3.1e12, "flops")),
+        (" 40ms ", Budget(40.0, "ms")),
+        ("12J", Budget(12.0, "J")),
+        ("0.5 joules", Budget(0.5, "J")),
+        ("blocks:1536", Budget(1536.0, "blocks")),
+        ("1536 blocks", Budget(1536.0, "blocks")),
+    ],
+)
+def test_budgets_as_text(text: str, budget: Budget) -> None:
+    assert parse_budget(text) == budget
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("40 parsecs", "'parsecs' in the budget '40 parsecs' is no unit of cost: choose flops, blocks, ms, J"),
+        ("s:3", "no unit"),
+        ("25", "not a share from 0 to 1"),
+        ("120%", "not a share from 0 to 1"),
+        ("-5%", "not a share"),
+        ("-5ms", "above 0"),
+        ("0 flops", "above 0"),
+        ("1e999 flops", "above 0"),
+        ("", "no budget"),
+        ("ms", "no budget"),
+        ("1.2.3ms", "no budget"),
+        ("ms:4ms", "no budget"),
+        ("nan", "no budget"),
+        ("25%%", "no budget"),
+    ],
+)
+def test_what_is_no_budget(text: str, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_budget(text)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@given(st.floats(1e-6, 1e18), st.sampled_from(UNITS))
+def test_an_amount_is_kept_to_the_last_digit(amount: float, unit: str) -> None:
+    for text in (f"{amount!r}{unit}", f"{amount!r} {unit.upper()}", f"{unit}:{amount!r}"):
+        assert parse_budget(text) == Budget(amount, unit)
+
+
+def test_what_a_budget_leaves() -> None:
+    assert parse_budget("25%").limit(80.0) == 60.0
+    assert parse_budget("40ms").limit(80.0) == 40.0
+    assert str(parse_budget("25% ms")) == "25% saved in ms" and str(parse_budget("40ms")) == "40 ms a row"

@@ -1,0 +1,72 @@
+"""Information between positions against a model whose answer is known."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from relaylm import FromLogits, UserError
+from relaylm.core.schedule import Spacing
+from relaylm.core.spacing import spaced_calls
+from relaylm.measure.pairs import (
+    PairTable,
+    default_spacing,
+    distance_bins,
+    measure_pairs,
+    smallest_spacing,
+    spacing_loss,
+    uniform_loss,
+)
+
+MASK, L = 2, 12
+
+
+def copies(tokens: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """Position l equals its left or right neighbour where one is written, and is a fair coin otherwise."""
+    logits = torch.zeros(*tokens.shape, 3, dtype=torch.float64)
+    for shift in (1, -1):
+        near = torch.roll(tokens, shift, dims=1).clone()
+        near[:, 0 if shift == 1 else -1] = MASK
+        for value in (0, 1):
+            logits[..., value] += torch.where(near == value, 40.0, 0.0)
+    return logits
+
+
+def test_neighbours_share_one_bit_and_others_nothing() -> None:
+    rows = np.random.default_rng(0).integers(0, 2, (60, 1)).repeat(L, axis=1)
+    table = measure_pairs(FromLogits(copies), rows, MASK, shares=(1.0,), batch_size=16)
+    assert table.nats_SD[0, 0] == pytest.approx(math.log(2), abs=1e-9)
+    assert np.abs(table.nats_SD[0, 1:]).max() < 1e-9 and table.rows == 60
+    again = PairTable.from_json(table.to_json())
+    np.testing.assert_array_equal(again.nats_SD, table.nats_SD)
+    assert spacing_loss(table, Spacing(2), L) == 0 < uniform_loss(table, L, L) < uniform_loss(table, 3, L)
+    assert smallest_spacing(table, L, 0.0) == Spacing(2) and default_spacing(table, L) == Spacing(2)
+
+
+def test_the_loss_counts_every_pair_of_a_call_once() -> None:
+    edges = distance_bins(L)
+    rng = np.random.default_rng(1)
+    table = PairTable(
+        np.array([0.2, 0.7]), edges, rng.random((2, len(edges))), np.zeros((2, len(edges))), 2, "", "text"
+    )
+    u = rng.random((3, L))
+    call = spaced_calls(u, np.ones_like(u, dtype=bool), Spacing(3))
+    total = 0.0
+    for row in call:
+        for p in range(L):
+            for q in range(p + 1, L):
+                if row[p] == row[q]:
+                    share = (row >= row[p]).mean()
+                    values = table.nats_SD[:, np.searchsorted(edges, q - p, side="right") - 1]
+                    total += float(np.interp(share, table.shares_S, values))
+    assert table.loss(call) == pytest.approx(total / call.size)
+
+
+def test_what_is_no_table_is_refused() -> None:
+    good = measure_pairs(FromLogits(copies), np.zeros((2, L), dtype=np.int64), MASK, shares=(0.5,)).to_json()
+    for change in ({"nats": [[1.0]]}, {"distances": [2, 1]}, {"shares": []}, {"rows": None}):
+        with pytest.raises(UserError, match="no table of pairs"):
+            PairTable.from_json({**good, **change})
+    with pytest.raises(UserError, match="at least 2 rows"):
+        measure_pairs(FromLogits(copies), np.zeros((1, L), dtype=np.int64), MASK)
