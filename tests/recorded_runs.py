@@ -1,7 +1,11 @@
 """Runs whose results are on record, bit for bit: a net under changes that must not change behaviour.
 
-    python tests/recorded_runs.py            compare everything with tests/recorded_runs.json
-    python tests/recorded_runs.py --write    record it anew (only where behaviour is meant to change)
+    python tests/recorded_runs.py                  compare everything with the record
+    python tests/recorded_runs.py --write all      record it all
+    python tests/recorded_runs.py --write NAME...  record these runs anew (only where behaviour is meant to change)
+
+Processors round differently, so there is a record for each way of rounding met so far, tests/recorded/DIGEST.json, where
+the digest is that of one network call. A run that is recorded anew is removed from the other records.
 
 Each run is a function without arguments that gives plain JSON values: a sha256 of the tokens, costs without times, the
 numbers of measurements. All run on a CPU in float32 with one thread. Nothing is taken from the other tests' helpers, so
@@ -67,7 +71,7 @@ from relaylm.train.family import train_family
 from relaylm.train.recipe import Preset, Recipe
 from relaylm.train.run import CHECKPOINT
 
-RECORD = Path(__file__).with_suffix(".json")
+RECORDS = Path(__file__).with_name("recorded")
 TIMES = {"seconds", "milliseconds", "joules", "device"}  # what a machine adds to a result
 PROSE = {"verdict", "what", "basis", "name", "rival", "source"}  # sentences, which may be reworded
 Run = Callable[[], Any]
@@ -138,6 +142,23 @@ def arithmetic() -> str:
     """A digest of one network call: another one means that this machine or PyTorch rounds otherwise."""
     tokens = torch.arange(64).remainder(28).view(2, 32)
     return digest(wiki()["12b"].logits_at(tokens, torch.ones(2), torch.arange(32).expand(2, -1)).numpy())
+
+
+def record_file() -> Path:
+    """The record for the way this machine and PyTorch round; it may not exist."""
+    return RECORDS / f"{arithmetic()[:8]}.json"
+
+
+def read_record(file: Path) -> dict[str, Any]:
+    """The recorded runs by name; empty where there is no record."""
+    return dict(json.loads(file.read_text())["runs"]) if file.is_file() else {}
+
+
+def write_record(file: Path, record: Mapping[str, Any]) -> None:
+    """Write recorded runs, a line each."""
+    made = {"torch": torch.__version__, "numpy": np.__version__}
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in record.items())
+    file.write_text(f'{{\n"made_with": {json.dumps(made)},\n"runs": {{\n{lines}\n}}\n}}\n')
 
 
 def network(depth: int, seed: int, causal: bool = False, **changes: Any) -> Transformer:
@@ -778,7 +799,7 @@ def runs() -> dict[str, Run]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run everything, and compare with the record or write it.")
-    parser.add_argument("--write", action="store_true", help=f"write {RECORD.name}")
+    parser.add_argument("--write", nargs="+", default=[], metavar="NAME", help="record these runs, or all")
     parser.add_argument("--times", action="store_true", help="show how long each run took")
     parser.add_argument("--reverse", action="store_true", help="last run first")
     options = parser.parse_args()
@@ -792,13 +813,15 @@ def main() -> int:
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
         if options.times:
             print(f"{time.perf_counter() - began:6.2f} s  {name}")
+    record = read_record(record_file())
     if options.write and not broken:
-        made = {"torch": torch.__version__, "numpy": np.__version__, "arithmetic": arithmetic()}
-        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(found[name])}" for name in every)
-        RECORD.write_text(f'{{\n"made_with": {json.dumps(made)},\n"runs": {{\n{lines}\n}}\n}}\n')
-        print(f"{len(found)} runs recorded in {RECORD}")
+        names = list(every) if options.write == ["all"] else options.write
+        write_record(record_file(), {name: found[name] if name in names else record[name] for name in every})
+        for other in RECORDS.glob("*.json"):
+            if options.write != ["all"] and other != record_file():
+                write_record(other, {name: run for name, run in read_record(other).items() if name not in names})
+        print(f"{len(names)} runs recorded in {record_file()}")
         return 0
-    record = json.loads(RECORD.read_text())["runs"] if RECORD.exists() else {}
     changed = [name for name in {**record, **found} if record.get(name) != found.get(name)]
     print(f"{len(found)} runs, {len(changed)} not as recorded{': ' if changed else ''}{', '.join(changed)}")
     return int(bool(changed or broken))
