@@ -4,6 +4,8 @@ Every import counts, those inside functions and those for type checkers included
 """
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,3 +79,23 @@ def test_no_module_imports_itself_in_a_circle() -> None:
     while ready := [name for name in uses if name not in done and uses[name] <= done]:
         done.update(ready)
     assert not (left := sorted(set(uses) - done)), f"these use each other: {', '.join(left)}"
+
+
+COUNT = """
+import sys
+from relaylm.cli.main import main
+assert main(["sample", "--family", "wiki-char", "--length", "8", "--spacing", "8"]) == 0
+ours = {name: module for name, module in sys.modules.items() if name.startswith("relaylm.")}
+print(*sorted(name for name, module in ours.items() if not hasattr(module, "__path__")))
+"""
+
+
+def test_sampling_a_native_family_imports_what_it_uses() -> None:
+    """No reader of foreign checkpoints, no other command, no decoding rule, no kernel for a device that is not used."""
+    run = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True)
+    used = [name.removeprefix("relaylm.") for name in run.stdout.splitlines()[-1].split()]
+    floors = [name.partition(".")[0] for name in used]
+    assert not {"convert", "measure", "search", "train", "studies", "cluster"} & set(floors)
+    assert [name for name in used if name.startswith("cli.")] == ["cli.main", "cli.options", "cli.sample", "cli.tools"]
+    engine = [name for name, floor in zip(used, floors) if LEVEL[floor] <= LEVEL["sampling"] and floor != "progress"]
+    assert "sampling.denoise" in engine and len(engine) <= 24, engine

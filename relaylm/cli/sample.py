@@ -48,12 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tools.Result:
     """Sample, show the texts and write what was asked for."""
     from relaylm.core.schedule import Schedule
-    from relaylm.sampling.rules import parse_rule
 
     typed = tools.read_schedule(args.schedule)
     schedule = Schedule.parse(typed)
     check(args)
-    rule = None if args.rule is None else parse_rule(args.rule, args.block_length)
+    rule = None
+    if args.rule is not None:
+        from relaylm.sampling.rules import parse_rule
+
+        rule = parse_rule(args.rule, args.block_length)
     family = tools.load_family(args)
     light, heavy = family.roles(args.light, args.heavy)
     bound = schedule.bind(light, heavy)

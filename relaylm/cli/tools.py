@@ -144,6 +144,8 @@ def show(args: argparse.Namespace, text: str) -> None:
 
 def with_provenance(result: Result, family: Any, args: argparse.Namespace) -> Result:
     """A result for `--json` with how it was made; the result's own entries take precedence."""
+    if args.json is None:
+        return result
     from relaylm.measure.provenance import how_made
 
     seed = {"seed": args.seed} if hasattr(args, "seed") else {}

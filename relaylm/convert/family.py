@@ -16,10 +16,10 @@ from relaylm.convert.tensors import Found, Options
 from relaylm.files import write_folder, write_json
 from relaylm.models.compat import pick_device, pick_dtype
 from relaylm.models.denoiser import Denoiser, Transformer
-from relaylm.models.family import Family
+from relaylm.models.family import Family, load_family
 from relaylm.models.folder import front_matter, save_family
 from relaylm.models.load import describe as describe_family
-from relaylm.models.load import load_family, locate
+from relaylm.models.load import locate
 from relaylm.models.tokenizer import Tokenizer
 
 

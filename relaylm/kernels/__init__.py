@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 
+import torch
+
 if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
@@ -15,3 +17,10 @@ else:  # CPU builds of PyTorch come without Triton
 def available() -> bool:
     """Whether Triton is installed and not switched off: RELAYLM_EAGER=1 does so, for the kernels and CUDA graphs."""
     return triton is not None and os.environ.get("RELAYLM_EAGER", "0") in ("", "0")
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding, half-split: the first half of each head is paired with the second. Computed in the angles'
+    precision, returned in x's. Here, because a network needs it where no kernel applies."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

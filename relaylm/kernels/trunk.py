@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relaylm.kernels import attention, gemm, tl, triton
+from relaylm.kernels import attention, gemm, rotate, tl, triton
 
 NORM_ELEMENTS, ROTATE_ELEMENTS = 2048, 4096  # of one program
 
@@ -135,13 +135,6 @@ def norm_from_table(
     """x (M, D), rows of a table by token id plus a branch, in `residual`, and LayerNorm(x) * weight in `dtype`."""
     x = torch.empty(branch_MD.shape, dtype=residual, device=branch_MD.device)
     return x, norm(x, weight_D, dtype, None, tokens_BL.contiguous(), table_VD, branch_MD)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, half-split: the first half of each head is paired with the second. Computed in the angles'
-    precision, returned in x's."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 def rotate_(

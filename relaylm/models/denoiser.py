@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from relaylm.core import cost
 from relaylm.errors import UserError
-from relaylm.kernels import available, trunk
-from relaylm.kernels import gemm as products
+from relaylm.kernels import available
 from relaylm.models.layers import Block, Embedding, OutputLayer, SigmaMap, modulate, project, take
 
 
@@ -166,6 +165,8 @@ class Transformer(nn.Module):
     def hidden_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor | None) -> Tensor:
         """The trunk: the residual stream (B, K, D) at the positions, or everywhere."""
         if positions_BK is not None and self._has_kernels():
+            from relaylm.kernels import trunk
+
             return trunk.trunk(self, tokens_BL, positions_BK)
         x = self.vocab_embed(tokens_BL)
         if self.narrow:
@@ -184,7 +185,9 @@ class Transformer(nn.Module):
         out = self.output_layer
         h = out.norm_final(x_KD)
         if h.dim() == 2 and self._has_kernels():
-            return products.head(h, self._pieces(), self.vocab_size)
+            from relaylm.kernels import gemm
+
+            return gemm.head(h, self._pieces(), self.vocab_size)
         if out.adaLN_modulation is not None:
             assert t_B is not None
             shift, scale = out.adaLN_modulation(self._condition(t_B)).chunk(2, dim=-1)
@@ -233,12 +236,14 @@ class Transformer(nn.Module):
 
     def grouped_qkv(self, i: int) -> tuple[Tensor, Tensor | None]:
         """Block i's qkv matrix and bias in the order that `gemm.rotated` needs."""
+        from relaylm.kernels.gemm import grouped
+
         linear = cast(Block, self.blocks[i]).attn_qkv
         dim = self.architecture.width // self.architecture.heads
-        weight = self._derived(f"qkv_{i}", (linear.weight,), lambda: products.grouped(linear.weight, dim))
+        weight = self._derived(f"qkv_{i}", (linear.weight,), lambda: grouped(linear.weight, dim))
         if linear.bias is None:
             return weight, None
-        return weight, self._derived(f"qkv_bias_{i}", (linear.bias,), lambda: products.grouped(linear.bias, dim))
+        return weight, self._derived(f"qkv_bias_{i}", (linear.bias,), lambda: grouped(linear.bias, dim))
 
     def mlp_offsets(self) -> Tensor:
         """The sum of the MLPs' output biases up to each block (depth, D), in float32."""
@@ -249,10 +254,10 @@ class Transformer(nn.Module):
 
     def _pieces(self) -> Tensor:
         """The head's weights as bfloat16 pieces."""
+        from relaylm.kernels.gemm import split_weights
+
         linear = self.output_layer.linear
-        return self._derived(
-            "pieces", (linear.weight, linear.bias), lambda: products.split_weights(linear.weight, linear.bias)
-        )
+        return self._derived("pieces", (linear.weight, linear.bias), lambda: split_weights(linear.weight, linear.bias))
 
     def _derived(self, name: str, sources: tuple[Tensor | None, ...], make: Callable[[], Tensor]) -> Tensor:
         """A table made from weights: once, and again only when one of them was replaced or written to."""

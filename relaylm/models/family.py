@@ -1,12 +1,13 @@
 """Denoisers that may take turns, as one value.
 
 A family shares vocabulary, mask, length and tokenizer; `Family` refuses what does not belong together (`compat` has the
-rules). Any denoisers are allowed, a table in a test included. `folder` stores a family, `load` finds and reads one.
+rules). Any denoisers are allowed, a table in a test included. `folder` stores a family, `load` finds one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,8 +20,9 @@ from relaylm.errors import UserError
 from relaylm.files import read_bytes
 from relaylm.models.compat import check_known, check_models, pick_device, pick_dtype, place
 from relaylm.models.denoiser import Denoiser, Transformer
-from relaylm.models.folder import CARD, HELDOUT, load_network, save_family
-from relaylm.models.tokenizer import Tokenizer
+from relaylm.models.folder import CARD, HELDOUT, MANIFEST, load_network, read_manifest, refuse_pickles, save_family
+from relaylm.models.load import locate, on_disk
+from relaylm.models.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,9 @@ class Family:
         `dtype` is what the blocks compute in: by default bfloat16 on CUDA and float32 elsewhere (the rest is float32
         either way; float64 is for tests). `narrow` puts the residual stream in that type as well, which is faster on a
         GPU and only nearly the same law. adaLN without time conditioning is folded into the weights."""
-        from relaylm.convert import open_family  # the one import of a higher floor: it knows every format
+        if os.path.isfile(on_disk(source) / MANIFEST):
+            return load_family(locate(source, revision), device, dtype, narrow)
+        from relaylm.convert import open_family  # the one import of a higher floor: it knows every other format
 
         return open_family(source, device, dtype, revision, narrow)
 
@@ -187,3 +191,30 @@ class Family:
             "meta": self.meta,
         }
         return save_family(folder, self.models, self.tokenizer, overwrite=overwrite, **{**given, **options})
+
+
+def load_family(
+    folder: Path, device: str | torch.device = "cpu", dtype: str | torch.dtype | None = None, narrow: bool = False
+) -> Family:
+    """The family in a folder with a family.json; `Family.load` has the arguments."""
+    manifest = read_manifest(folder)
+    refuse_pickles(folder)
+    where = pick_device(device)
+    chosen = pick_dtype(dtype, where)
+    tokenizer = None if manifest["tokenizer"] is None else load_tokenizer(manifest["tokenizer"], folder)
+    models = {key: load_network(folder, key, entry, where, chosen) for key, entry in manifest["models"].items()}
+    for model in models.values():
+        model.narrow = narrow
+    return Family(
+        models,
+        manifest["mask_id"],
+        manifest["vocab_size"],
+        manifest["length"],
+        tokenizer,
+        manifest["name"],
+        manifest["roles"]["light"],
+        manifest["roles"]["heavy"],
+        where,
+        manifest["meta"],
+        Stored(folder, manifest, chosen, narrow),
+    )

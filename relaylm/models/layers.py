@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relaylm.kernels.trunk import rotate
+from relaylm.kernels import rotate
 
 
 class Norm(nn.Module):

@@ -1,4 +1,4 @@
-"""Families by their source: found, loaded, described, listed.
+"""Families by their source: found, described, listed.
 
 A source is a folder, the name of a family that came with the package, or a Hugging Face id. Public checkpoints of other
 formats are sources too; `relaylm.convert` reads those.
@@ -12,16 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from relaylm.core import cost
 from relaylm.errors import UserError, reason
 from relaylm.files import backup
-from relaylm.models.compat import pick_device, pick_dtype
 from relaylm.models.denoiser import Architecture
-from relaylm.models.family import Family, Stored
-from relaylm.models.folder import MANIFEST, files_of, load_network, read_manifest, refuse_pickles
-from relaylm.models.tokenizer import load_tokenizer
+from relaylm.models.folder import MANIFEST, files_of, read_manifest
 
 BUNDLED = Path(__file__).parent / "families"
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.md", "*.jinja")  # nothing that could be code or a pickle
@@ -33,15 +28,21 @@ def bundled() -> list[str]:
     return sorted(path.parent.name for path in BUNDLED.glob(f"*/{MANIFEST}"))
 
 
-def locate(source: str | Path, revision: str | None = None) -> Path:
-    """The folder of a family: given as such, bundled, or fetched from the Hugging Face hub into its cache."""
-    text = str(source)
-    folder = Path(os.path.expanduser(text))  # os.path, here and below: never raises, whatever the text
+def on_disk(source: str | Path) -> Path:
+    """Where a source would lie: as given, under its backup name (a save was killed between its two renames), or among
+    the bundled families."""
+    folder = Path(os.path.expanduser(str(source)))  # os.path, here and below: never raises, whatever the text
     if not os.path.exists(folder):
         if os.path.isdir(backup(folder)):
-            return backup(folder)  # a save was killed between its two renames
-        if text in bundled():
-            folder = BUNDLED / text
+            return backup(folder)
+        if str(source) in bundled():
+            return BUNDLED / str(source)
+    return folder
+
+
+def locate(source: str | Path, revision: str | None = None) -> Path:
+    """The folder of a family: given as such, bundled, or fetched from the Hugging Face hub into its cache."""
+    text, folder = str(source), on_disk(source)
     if os.path.isdir(folder):
         if revision is not None:
             raise UserError(f"a revision is for a family on the Hugging Face hub, but {text!r} is a folder")
@@ -72,33 +73,6 @@ def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
             f"there is no file or folder {name!r}, and it could not be fetched from the Hugging Face hub{at} "
             f"({type(error).__name__}: {reason(error)})"
         ) from None
-
-
-def load_family(
-    folder: Path, device: str | torch.device = "cpu", dtype: str | torch.dtype | None = None, narrow: bool = False
-) -> Family:
-    """The family in a folder; `Family.load` has the arguments."""
-    manifest = read_manifest(folder)
-    refuse_pickles(folder)
-    where = pick_device(device)
-    chosen = pick_dtype(dtype, where)
-    tokenizer = None if manifest["tokenizer"] is None else load_tokenizer(manifest["tokenizer"], folder)
-    models = {key: load_network(folder, key, entry, where, chosen) for key, entry in manifest["models"].items()}
-    for model in models.values():
-        model.narrow = narrow
-    return Family(
-        models,
-        manifest["mask_id"],
-        manifest["vocab_size"],
-        manifest["length"],
-        tokenizer,
-        manifest["name"],
-        manifest["roles"]["light"],
-        manifest["roles"]["heavy"],
-        where,
-        manifest["meta"],
-        Stored(folder, manifest, chosen, narrow),
-    )
 
 
 # -------------------------------------------------------------------------------------------------- what is inside

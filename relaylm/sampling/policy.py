@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from relaylm.core.schedule import MAX_STEPS, Policy, RowState, Schedule, Timetable
 from relaylm.errors import UserError
-from relaylm.sampling.rules import Rule
+
+if TYPE_CHECKING:
+    from relaylm.sampling.rules import Rule
 
 Grid = tuple[float, ...] | None  # T + 1 times from 1 down to 0; None where steps are not counted
 

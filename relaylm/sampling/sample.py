@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,16 +16,15 @@ import torch
 from relaylm.core.diffusion import LINEAR, Alpha
 from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Policy, Schedule, Spacing, Timetable
-from relaylm.core.spacing import spread_over
 from relaylm.errors import UserError
 from relaylm.models.family import Family
 from relaylm.models.tokenizer import BLANK
-from relaylm.sampling.confidence import decode
 from relaylm.sampling.denoise import denoise
 from relaylm.sampling.law import Law
 from relaylm.sampling.result import Event, Samples
-from relaylm.sampling.rules import Rule, parse_rule
-from relaylm.sampling.windows import continued, window_seed
+
+if TYPE_CHECKING:  # rules, windows and spread spacings are imported where they are asked for
+    from relaylm.sampling.rules import Rule
 
 
 def lay_out(
@@ -142,6 +141,8 @@ def choose_spacing(
             raise UserError("spread chooses the spacing from the number of steps: give spread or a spacing, not both")
         if steps is None or math.isinf(steps):
             raise UserError("spread needs a number of steps: about as many calls are made")
+        from relaylm.core.spacing import spread_over
+
         spacing, steps = spread_over(steps, length), None
     if spacing is None and steps is None and isinstance(policy, Schedule) and policy.takes_spacing:
         spacing = default
@@ -222,6 +223,8 @@ def sample(
     light, heavy = family.roles(light, heavy)
     policy = _bound(family, schedule, light, heavy)
     if isinstance(rule, str):
+        from relaylm.sampling.rules import parse_rule
+
         rule = parse_rule(rule, block_length)
     elif block_length is not None:
         raise UserError("a block length goes with the name of a decoding rule")
@@ -255,13 +258,20 @@ def sample(
         "on_calls": on_calls,
     }
 
-    def run(given: np.ndarray, window: int = 0) -> Samples:
-        plan = make_plan(n, given.shape[-1], window_seed(seed, window), given, first_row)
+    def run(given: np.ndarray, seed: int) -> Samples:
+        plan = make_plan(n, given.shape[-1], seed, given, first_row)
         if rule is None:
             return denoise(models, policy, plan, **options)
+        from relaylm.sampling.confidence import decode
+
         return decode(models, policy, plan, rule, greedy=temperature == 0, **options)
 
-    samples = run(given) if stride is None else continued(run, given, family.length, length or 0, stride)
+    if stride is None:
+        samples = run(given, seed)
+    else:
+        from relaylm.sampling.windows import continued
+
+        samples = continued(run, given, family.length, length or 0, stride, seed)
     if streamer is not None:  # the whole first row, once it is written
         streamer.put(torch.from_numpy(samples.tokens[:1]))
         streamer.end()

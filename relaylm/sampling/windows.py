@@ -25,23 +25,23 @@ def window_seed(seed: int, window: int) -> int:
 
 
 def continued(
-    run: Callable[[np.ndarray, int], Samples], given: np.ndarray, width: int, length: int, stride: int
+    run: Callable[[np.ndarray, int], Samples], given: np.ndarray, width: int, length: int, stride: int, seed: int
 ) -> Samples:
     """`length` positions in windows of `width`, each after the first keeping the last width - stride tokens.
 
-    `run(given, w)` samples window w; `given` (L, or n x L) is what stands in the first. Each window has noise of its
-    own, keyed by `window_seed`: a position of the window before is another position of the text."""
+    `run(given, seed)` samples a window; `given` (L, or n x L) is what stands in the first. Each window has noise of
+    its own, keyed by `window_seed`: a position of the window before is another position of the text."""
     if not 1 <= stride < width:
         raise UserError(f"the stride must be from 1 to {width - 1}, one less than the family's length, not {stride}")
     if length <= width:
         raise UserError(f"a stride is for texts longer than the family's length ({width}), but length is {length}")
-    parts = [run(given, 0)]
+    parts = [run(given, window_seed(seed, 0))]
     tokens_nL, new = parts[0].tokens, [width]
     while (have := tokens_nL.shape[1]) < length:
         fresh = min(stride, length - have)
         kept = tokens_nL[:, have - (width - fresh) :]
         window = np.concatenate([kept, np.full((len(kept), fresh), -1, dtype=kept.dtype)], axis=1)
-        parts.append(run(window, len(parts)))
+        parts.append(run(window, window_seed(seed, len(parts))))
         tokens_nL = np.concatenate([tokens_nL, parts[-1].tokens[:, -fresh:]], axis=1)
         new.append(fresh)
 

@@ -37,8 +37,8 @@ from relaylm.core import plan as plain
 from relaylm.core.plan import Plan, make_plan, uniforms
 from relaylm.core.schedule import Schedule
 from relaylm.kernels import gemm as products
+from relaylm.kernels import rotate
 from relaylm.kernels.draw import philox, race
-from relaylm.kernels.trunk import rotate
 from relaylm.measure import timing
 from relaylm.measure.prices import cost_table
 from relaylm.models.denoiser import Architecture, Transformer

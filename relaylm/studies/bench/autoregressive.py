@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from relaylm.errors import UserError
-from relaylm.kernels.trunk import rotate
+from relaylm.kernels import rotate
 from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.studies.bench.published import captured, dtype_of, free_memory, random_network, seconds_of
 
