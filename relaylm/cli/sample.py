@@ -86,7 +86,8 @@ def run(args: argparse.Namespace) -> tools.Result:
     if args.html is not None:
         from relaylm.show.player import page
 
-        tools.write_text(args.html, page(family, replace(samples, schedule=typed), bound if by_time else None, heavy))
+        along = bound if by_time or samples.law.startswith("spaced") else None
+        tools.write_text(args.html, page(family, replace(samples, schedule=typed), along, heavy))
     tools.note(cost_line(samples, typed, heavy))
     if samples.changes_law:
         tools.note(f"{', '.join(samples.changes_law)}: these samples do not follow the models' own law")

@@ -1,8 +1,9 @@
 """`sample --html`: a page that plays the denoising of samples, call by call, in any browser and without a network.
 
-`player.html` is the page; this module adds the data: the texts of the tokens, when each was written and by which
-model, and the cost of the calls up to then. A model's text is never read as HTML: it is JSON with every < escaped, and
-the page sets text only. `page.html#2/40` links to the second sample after its 40th call.
+`player.html` is the page, `renderer.js` and `renderer.css` draw in it (as they do in the page of `relaylm serve`),
+`player.js` replays; this module puts them together and adds the data: the texts of the tokens, when each was written
+and by which model, and the cost of the calls up to then. A model's text is never read as HTML: it is JSON with every <
+escaped, and the page sets text only. `page.html#2/40` links to the second sample after its 40th call.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from html import escape
 from importlib.resources import files
 from itertools import groupby
@@ -26,14 +28,24 @@ if TYPE_CHECKING:
     from relaylm.sampling.result import Samples
 
 
+@lru_cache(maxsize=1)
+def template() -> str:
+    """The page without its data: `$TITLE` and `$DATA` are to be filled in, by `page` or by the page of the server."""
+    folder = files("relaylm.show")
+    text = {name: (folder / name).read_text(encoding="utf-8") for name in ("player.html", "renderer.css")}
+    script = "".join((folder / name).read_text(encoding="utf-8") for name in ("renderer.js", "player.js"))
+    # One classic script: a page that is opened as a file cannot import modules.
+    script = '"use strict";\n' + re.sub(r"^import [^;]*;\n|^export ", "", script, flags=re.MULTILINE)
+    return text["player.html"].replace("$STYLE", text["renderer.css"]).replace("$SCRIPT", script)
+
+
 def page(family: Family, samples: Samples, schedule: Schedule | None = None, heavy: str | None = None) -> str:
     """The page. `schedule` (bound to models' names) gives the strip; `heavy` is what the meter compares with."""
     content = contents(family, samples, schedule, heavy)
     # Without < nothing ends the script element or starts a comment; json escapes U+2028 and the like.
     data = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace(">", "\\u003e")
     parts = {"$TITLE": escape(content["title"]), "$DATA": data}
-    empty = (files("relaylm.show") / "player.html").read_text(encoding="utf-8")
-    return re.sub(r"\$(TITLE|DATA)", lambda found: parts[found.group()], empty)
+    return re.sub(r"\$(TITLE|DATA)", lambda found: parts[found.group()], template())
 
 
 def contents(
@@ -42,26 +54,27 @@ def contents(
     """The data of the page, as plain JSON values."""
     heavy = heavy or family.names[-1]
     used = [name for name in family.names if name in samples.trace.models]
+    spaced = samples.law.startswith("spaced")  # then a call's time is the share of positions that are masked before it
     times = None
-    if not math.isinf(samples.steps):
+    if not spaced and not math.isinf(samples.steps):
         steps_taken = int(samples.steps)
         uniform = tuple((steps_taken - k) / steps_taken for k in range(steps_taken + 1))
         times = uniform if schedule is None else schedule.timetable(steps_taken).times
-    rows = [_sample(family, samples, row, used, heavy, times) for row in range(len(samples.tokens))]
+    rows = [_sample(family, samples, row, used, heavy, times, spaced) for row in range(len(samples.tokens))]
     rewritten = sum(len(row["calls"]) for row in rows) != samples.cost.total_calls
     if rewritten or not _accounts_for(rows, samples):
         for call in (call for row in rows for call in row["calls"]):
             call["flops"] = None
     steps = "infinitely many" if math.isinf(samples.steps) else str(int(samples.steps))
+    runs = [] if schedule is None else strip(schedule, math.inf if spaced else samples.steps, used)
     return {
         "title": f"{family.name or 'relaylm'}: {samples.schedule}",
-        "about": f"{steps} steps, seed {samples.seed}"
+        "about": f"{samples.law if spaced else f'{steps} steps'}, seed {samples.seed}"
         + (f"; {', '.join(samples.changes_law)}: not the models' own law" if samples.changes_law else "")
         + (f"; {samples.cost.total_calls} calls in all, shown are those whose tokens lasted" if rewritten else ""),
         "heavy": heavy,
         "models": [{"name": name, "colour": colour_of(family.names.index(name))} for name in used],
-        "strip": [] if schedule is None else strip(schedule, samples.steps, used),
-        "samples": rows,
+        "lanes": [{"label": samples.schedule, "strip": runs, "samples": rows}],
     }
 
 
@@ -89,13 +102,20 @@ def strip(schedule: Schedule, steps: float, models: Sequence[str]) -> list[tuple
 
 
 def _sample(
-    family: Family, samples: Samples, row: int, used: list[str], heavy: str, times: Sequence[float] | None
+    family: Family,
+    samples: Samples,
+    row: int,
+    used: list[str],
+    heavy: str,
+    times: Sequence[float] | None,
+    spaced: bool,
 ) -> dict[str, Any]:
     """One row: its tokens' texts, their writers, and its calls in order of time."""
     length = samples.tokens.shape[1]
     writers = writers_of(family, samples, row)
     free = np.flatnonzero(samples.trace.model_nL[row] >= 0)
-    order = samples.trace.u_nL[row][free] if times is None else samples.trace.step_nL[row][free]
+    by_step = times is not None or spaced
+    order = samples.trace.step_nL[row][free] if by_step else samples.trace.u_nL[row][free]
     calls: list[dict[str, Any]] = []
     call_L = np.zeros(length, dtype=int)  # which call wrote each position; 0 where it was given
     spent = spent_heavy = 0.0
@@ -108,9 +128,10 @@ def _sample(
         if counted:
             spent += price[name](length, len(positions))
             spent_heavy += price[heavy](length, len(positions))
+        t = float((order <= when).mean()) if spaced else float(when) if times is None else times[-1 - int(when)]
         calls.append(
             {
-                "t": float(when) if times is None else times[len(times) - 1 - int(when)],
+                "t": t,
                 "step": None if times is None else int(when),
                 "model": used.index(name),
                 "flops": [spent, spent_heavy] if counted else None,

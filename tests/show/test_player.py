@@ -95,7 +95,7 @@ def test_the_page_holds_what_was_sampled(family: Family, steps: float) -> None:
     assert [model["colour"] for model in data["models"]] == [colour_of(0), colour_of(2)]
     made = dict.fromkeys(names, 0)
     spent = heavy = 0.0
-    for row, one in enumerate(data["samples"]):
+    for row, one in enumerate(data["lanes"][0]["samples"]):
         assert "".join(one["pieces"]) == samples.texts[row]
         calls, call_L = one["calls"], np.array(one["call"])
         assert (call_L == 0).tolist() == [True] * 4 + [False] * 20 and call_L.max() == len(calls)
@@ -119,10 +119,20 @@ def test_the_page_holds_what_was_sampled(family: Family, steps: float) -> None:
 
 def test_the_strip_is_the_schedule_along_time(family: Family) -> None:
     samples, schedule = drawn(family, "L2@25% H20@50% L2@25%")
-    assert contents(family, samples, schedule)["strip"] == [(0, 1.0, 0.75), (1, 0.75, 0.25), (0, 0.25, 0.0)]
+    assert contents(family, samples, schedule)["lanes"][0]["strip"] == [(0, 1.0, 0.75), (1, 0.75, 0.25), (0, 0.25, 0.0)]
     samples, schedule = drawn(family, "L25% H75%", steps=math.inf)
-    assert contents(family, samples, schedule)["strip"] == [(0, 1.0, 0.75), (1, 0.75, 0.0)]
-    assert contents(family, samples, None)["strip"] == []
+    assert contents(family, samples, schedule)["lanes"][0]["strip"] == [(0, 1.0, 0.75), (1, 0.75, 0.0)]
+    assert contents(family, samples, None)["lanes"][0]["strip"] == []
+
+
+def test_under_a_spacing_time_is_the_share_that_is_masked(family: Family) -> None:
+    samples, schedule = drawn(family, "L25% H75%", spacing=5)
+    (lane,) = contents(family, samples, schedule)["lanes"]
+    assert lane["strip"] == [(0, 1.0, 0.75), (1, 0.75, 0.0)]
+    for one in lane["samples"]:
+        call_L = np.array(one["call"])
+        for k, call in enumerate(one["calls"], 1):
+            assert call["t"] == (call_L >= k).sum() / 20 and call["model"] == (0 if call["t"] > 0.75 else 1)
 
 
 def test_what_the_trace_does_not_explain_is_not_counted(family: Family) -> None:
@@ -134,7 +144,7 @@ def test_what_the_trace_does_not_explain_is_not_counted(family: Family) -> None:
     assert f"{total} calls in all" in found["about"]
     costlier = replace(samples, cost=replace(samples.cost, flops=2 * (samples.cost.flops or 0)))
     for result in (found, contents(family, costlier, schedule)):
-        assert all(call["flops"] is None for one in result["samples"] for call in one["calls"])
+        assert all(call["flops"] is None for one in result["lanes"][0]["samples"] for call in one["calls"])
     assert "in all" not in contents(family, costlier, schedule)["about"]
 
 
@@ -156,7 +166,7 @@ def test_nothing_a_model_wrote_is_read_as_html(family: Family) -> None:
     assert [tag for tag, _ in reader.tags] == [tag for tag, _ in plain.tags]
     assert len(reader.scripts) == 2 and reader.scripts[1] == plain.scripts[1]
     assert reader.title.startswith(NASTY)
-    pieces = json.loads(reader.scripts[0])["samples"][0]["pieces"]
+    pieces = json.loads(reader.scripts[0])["lanes"][0]["samples"][0]["pieces"]
     assert len(pieces) == 24 and all(piece.startswith(NASTY) for piece in pieces)
 
 
@@ -176,7 +186,7 @@ def test_from_the_command_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert cli.main([*words, str(target)]) == 0
     texts = capsys.readouterr().out.split("\n" + "─" * 40 + "\n")
     data = json.loads(read(target.read_text()).scripts[0])
-    assert ["".join(one["pieces"]) for one in data["samples"]] == [text.rstrip("\n") for text in texts]
+    assert ["".join(one["pieces"]) for one in data["lanes"][0]["samples"]] == [text.rstrip("\n") for text in texts]
     assert cli.main([*words, str(tmp_path / "no" / "play.html")]) == 2
     assert "does not exist" in capsys.readouterr().err
 
@@ -196,7 +206,7 @@ def dom(text: str, folder: Path, link: str = "", script: str = "") -> str:
 
 def shown(document: str) -> tuple[str, str]:
     """The text as it stands, masks as they are drawn, and the line about the state."""
-    spans = re.findall(r'<span class="(?:given|mask|written|written now)"[^>]*>(.*?)</span>', document, re.DOTALL)
+    spans = re.findall(r'<span class="(?:given|mask|written)[^"]*"[^>]*>(.*?)</span>', document, re.DOTALL)
     state = re.search(r'id="state"[^>]*>(.*?)<', document)
     assert state is not None
     return "".join(spans), state.group(1)
@@ -204,12 +214,12 @@ def shown(document: str) -> tuple[str, str]:
 
 # Does as a user would, and writes down what the page shows after each thing.
 USER = """
-const seen = [], text = () => [...document.querySelectorAll('#text span')].map(span => span.textContent).join('');
+const seen = [], text = () => [...document.querySelectorAll('.text span')].map(span => span.textContent).join('');
 const look = () => seen.push([text(), document.getElementById('state').textContent]);
 const press = key => { document.dispatchEvent(new KeyboardEvent('keydown', {key})); look(); };
 look();
 ['ArrowRight', 'ArrowLeft', 'ArrowLeft', 'ArrowUp', 'End', 'Home'].forEach(press);
-const slider = document.getElementById('slider');
+const slider = document.querySelector('#controls input');
 slider.value = 3; slider.dispatchEvent(new Event('input')); look();
 press('d');
 document.body.dataset.seen = JSON.stringify(seen);
@@ -220,11 +230,11 @@ document.body.dataset.theme = document.documentElement.dataset.theme;
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 def test_in_a_browser_it_plays_and_obeys(family: Family, tmp_path: Path) -> None:
     samples, schedule = drawn(family)
-    text, rows = page(family, samples, schedule), contents(family, samples, schedule)["samples"]
+    text, rows = page(family, samples, schedule), contents(family, samples, schedule)["lanes"][0]["samples"]
 
     def draft(row: int, calls: int) -> str:
         pairs = zip(samples.texts[row], rows[row]["call"], strict=True)
-        return "".join(character if call <= calls else "░" for character, call in pairs)
+        return "".join(character if call <= calls or character == " " else "░" for character, call in pairs)
 
     # Left alone it plays to the end.
     last = len(rows[0]["calls"])
