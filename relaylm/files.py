@@ -8,6 +8,7 @@ written in the same way: filled beside its place and renamed into it.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -18,6 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from relaylm.errors import UserError, reason
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+MARK = ".relaylm.json"  # in every folder that `write_folder` wrote: which files, and the sha256 of each
 
 
 def sync(path: Path) -> None:
@@ -59,16 +67,23 @@ def backup(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.old"
 
 
-def write_folder(target: Path, fill: Callable[[Path], None], mark: str, overwrite: bool) -> Path:
+def write_folder(target: Path, fill: Callable[[Path], None], overwrite: bool) -> Path:
     """Write a folder whole or not at all: `fill` puts the files into an empty one beside the target, which is synced
-    and renamed into place. A folder that is not empty is replaced if `overwrite` is set and it has the file `mark`.
+    and renamed into place, with the sha256 of every file in `MARK`.
+
+    With `overwrite`, a folder that this function wrote is replaced: one with a mark, and every file in it as the mark
+    says. A file that was added or edited since is not relaylm's to delete, so the folder is refused. If the new folder
+    would hold just what was written before, the old one stays, edits and all.
 
     Two renames cannot be one step, so a kill between them leaves the old folder under its backup name: readers look
     there too, and the next call puts it back first."""
     target = Path(os.path.realpath(target.expanduser()))
     old, new = backup(target), target.parent / f".{target.name}.new-{secrets.token_hex(4)}"
+    lock = None
     try:
         if old.is_dir():
+            if not (old / MARK).is_file() or (target.exists() and _foreign(old)):
+                raise UserError(f"{old} is in the way, and holds files that relaylm did not write: move it first")
             if target.exists():
                 shutil.rmtree(old)
             else:
@@ -78,10 +93,20 @@ def write_folder(target: Path, fill: Callable[[Path], None], mark: str, overwrit
         moved = target.is_dir() and any(target.iterdir())
         if moved and not overwrite:
             raise UserError(f"{target} is not empty: choose another folder, or --overwrite (overwrite=True)")
-        if moved and not (target / mark).is_file():
-            raise UserError(f"{target} was not written by relaylm (it has no {mark}), so it is not overwritten")
+        if moved and not (target / MARK).is_file():
+            raise UserError(f"{target} was not written by relaylm (it has no {MARK}), so it is not overwritten")
+        _remove_abandoned(target)
         new.mkdir(parents=True)
+        lock = _locked(new)
         fill(new)
+        written = _hashes(new)
+        if moved and read_object(target / MARK).get("files") == written:
+            return target
+        if moved and (foreign := _foreign(target)):
+            raise UserError(
+                f"{target} is not overwritten: {foreign} in it is not as relaylm wrote it. Move it away first"
+            )
+        (new / MARK).write_text(json.dumps({"written by": "relaylm", "files": written}, indent=1) + "\n")
         for root, _, names in os.walk(new, topdown=False):
             for path in (*(Path(root, name) for name in names), Path(root)):
                 sync(path)
@@ -102,7 +127,53 @@ def write_folder(target: Path, fill: Callable[[Path], None], mark: str, overwrit
     finally:
         if new.is_dir():
             shutil.rmtree(new, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
     return target
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    """The sha256 of every file below a folder, by its path; a link counts by where it points, and is not followed."""
+    found = {}
+    for root, folders, names in os.walk(folder):
+        for path in (Path(root, name) for name in (*folders, *names)):
+            if path.is_symlink():
+                found[path.relative_to(folder).as_posix()] = f"link to {os.readlink(path)}"
+            elif not path.is_dir():
+                found[path.relative_to(folder).as_posix()] = file_sha256(path) if path.is_file() else "special"
+    found.pop(MARK, None)
+    return dict(sorted(found.items()))
+
+
+def _foreign(folder: Path) -> str | None:
+    """A file of a marked folder that was added or edited since `write_folder`; None if there is none."""
+    written = read_object(folder / MARK).get("files")
+    known = written if isinstance(written, dict) else {}
+    return next((name for name, digest in _hashes(folder).items() if known.get(name) != digest), None)
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Delete the unfinished folders of calls that were killed: nobody holds their lock any more."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.new-????????"):
+        if (lock := _locked(left)) is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """A handle that holds the lock of a folder until it is closed; None where another process has it, or where
+    folders cannot be locked."""
+    if fcntl is None:
+        return None
+    handle = None
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return handle
+    except OSError:
+        if handle is not None:
+            os.close(handle)
+        return None
 
 
 def file_sha256(path: Path) -> str:

@@ -155,7 +155,7 @@ def convert(
         write_json(new / NOTES, {"format": found.meta["format"], "options": remembered, "meta": found.meta})
         (new / "README.md").write_text(card, encoding="utf-8")
 
-    return write_folder(target, fill, NOTES, overwrite)
+    return write_folder(target, fill, overwrite)
 
 
 def _licence(found: list[Found]) -> str | None:

@@ -141,6 +141,7 @@ def _load(
             str(folder),
             config=made,
             use_safetensors=True,
+            trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported, and refused below with the tensor's name

@@ -286,7 +286,7 @@ def _qwen_tokenizer(folder: Path) -> Tokenizer | None:
         import transformers
 
         kind = getattr(transformers, "Qwen2TokenizerFast", None) or transformers.Qwen2Tokenizer
-        backend = kind.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
-        return JsonTokenizer(backend.to_str(), where=str(folder))
+        made = kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return JsonTokenizer(made.backend_tokenizer.to_str(), where=str(folder))
     except Exception:  # the family then has no tokenizer, and says so
         return None

@@ -50,7 +50,7 @@ def export(
         )
         (new / "README.md").write_text(text, encoding="utf-8")
 
-    return write_folder(target, fill, "README.md", overwrite)
+    return write_folder(target, fill, overwrite)
 
 
 def _write(model: Transformer, folder: Path) -> None:

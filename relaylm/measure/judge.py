@@ -349,7 +349,7 @@ def _pretrained(spec: str, name: str, for_tokenizer: dict[str, Any], for_model: 
     try:
         tokenizer = tokenizers.from_pretrained(name, trust_remote_code=False, **for_tokenizer)
         return tokenizer, models.from_pretrained(name, trust_remote_code=False, dtype=torch.float32, **for_model)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged file ends in errors of several libraries
         raise UserError(f"the judge {spec} cannot be loaded ({reason(error)})") from None
 
 

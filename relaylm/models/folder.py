@@ -6,6 +6,8 @@ A family is a folder, format version 1:
     NAME/model-00001-of-0000N.safetensors      one folder for each model; also judge/ and twins/NAME/
     tokenizer.json     where the tokenizer is a `tokenizers` JSON
     README.md          the model card
+    heldout.txt        text that no model was trained on, where there is some
+    .relaylm.json      the sha256 of every file as it was written: what may be replaced (`files.write_folder`)
 
 Nothing is trusted and nothing is unpickled: a file is read once, hashed, and the bytes that were hashed are the bytes
 that are parsed; names, shapes and types of all tensors must be exactly those of the architecture.
@@ -205,6 +207,7 @@ def save_family(
     judge: Transformer | None = None,
     twins: Mapping[str, Transformer] | None = None,
     card: str | None = None,
+    heldout: str = "",
     meta: dict[str, Any] | None = None,
     light: str | None = None,
     heavy: str | None = None,
@@ -216,7 +219,8 @@ def save_family(
 
     `dtype` is what matrices are stored in; None takes bfloat16 where that loses nothing, else float32 (or float64). A
     folder that is not empty is refused unless it is a family and `overwrite` is set; it is replaced once the new one
-    is complete. `twins` are models from another seed, by the name of the model they equal."""
+    is complete, if no file in it was added or edited by others. `twins` are models from another seed, by the name of
+    the model they equal; `heldout` is a text that none of the models was trained on."""
     title = " ".join((name or Path(os.path.realpath(Path(folder).expanduser())).name).split())
     twins, meta = dict(twins or {}), meta or {}
     networks = _check_storable(models, twins, tokenizer, length, meta)
@@ -254,10 +258,12 @@ def save_family(
             "meta": meta,
         }
         manifest["digest"] = _digest(manifest)
+        if heldout:
+            (new / HELDOUT).write_bytes(heldout.encode())
         (new / CARD).write_bytes(_card(card, manifest).encode())
         (new / MANIFEST).write_bytes((json.dumps(manifest, indent=1) + "\n").encode())
 
-    return write_folder(Path(folder), fill, MANIFEST, overwrite)
+    return write_folder(Path(folder), fill, overwrite)
 
 
 def _check_storable(

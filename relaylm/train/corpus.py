@@ -26,8 +26,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +34,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from relaylm.errors import UserError
-from relaylm.files import file_sha256, sync
+from relaylm.files import file_sha256, write_folder, write_json
 from relaylm.models.text import find_sources, pieces, wrap_marks
 from relaylm.models.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, vocabulary
 from relaylm.progress import progress_bar
@@ -66,8 +64,6 @@ class _Tokens:
         self.count += len(ids)
 
     def close(self) -> dict[str, Any]:
-        self.file.flush()
-        os.fsync(self.file.fileno())
         self.file.close()
         return {"sha256": self.hash.hexdigest(), "count": self.count, "dtype": self.dtype.name}
 
@@ -246,19 +242,15 @@ def prepare(
     if packing == "wrap" and chosen.eos_id is None:
         raise UserError("packing 'wrap' joins documents by an end mark, which this tokenizer does not have")
 
-    partial = out.with_name(out.name + ".partial")
-    try:
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
-        packers = {part: _Packer(partial, part, chosen, packing, length) for part in SPLITS}
+    def fill(new: Path) -> None:
+        packers = {part: _Packer(new, part, chosen, packing, length) for part in SPLITS}
         for group in _groups(split("encode")):
             encoded = chosen.encode_batch([text for _, text, _ in group])
             for (part, text, end), tokens in zip(group, encoded, strict=True):
                 packers[part].add(text, end, tokens)
         splits = {part: packer.close() for part, packer in packers.items()}
         for name, data in chosen.files().items():
-            _write(partial / name, data)
+            (new / name).write_bytes(data)
         vocab_size, mask_id = vocabulary(chosen)
         manifest = {
             "format": FORMAT,
@@ -275,18 +267,9 @@ def prepare(
             raise UserError("there is no training text: the sources are empty, or shorter than one row")
         if holdout and not splits["heldout"]["tokens"]:
             raise UserError(f"{holdout:.3g} of this text is less than one row: hold out more, or nothing (0)")
-        _write(partial / "manifest.json", json.dumps(manifest, indent=1).encode())
-        sync(partial)
-        if out.exists():
-            out.rmdir()
-        os.rename(partial, out)
-        sync(out.parent)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"cannot write the corpus {out}: {error.strerror or error}") from error
-    except Exception:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        write_json(new / "manifest.json", manifest)
+
+    out = write_folder(out, fill, overwrite=False)
     return TokenFile.load(out, verify=False)
 
 
@@ -309,13 +292,6 @@ def _tokenizer_json(tokenizer: str | Path | Tokenizer) -> dict[str, Any]:
 
 def _bar(label: str, total: int | None, progress: bool) -> Any:
     return progress_bar(label, total, "char", progress)
-
-
-def _write(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 # ----------------------------------------------------------------------------------------------------------- read

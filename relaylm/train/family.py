@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from relaylm.errors import UserError
-from relaylm.files import atomic_write, write_json
+from relaylm.files import write_json
 from relaylm.models.denoiser import Architecture, Transformer, build
 from relaylm.train import checkpoint
 from relaylm.train.corpus import TokenFile
@@ -51,8 +51,9 @@ def train_family(
     its own under OUT/models with its checkpoint, metrics and summary; what is finished there is not trained again.
     The resolved settings go to OUT/config.json. What the models were like after each of the recipe's `stages` goes to
     OUT/stages/STEP, families too. The end of the held-out text goes with the family, for whatever asks for such a text.
+    A family that is there already and would be the same is left alone, with whatever was added to it or edited.
     """
-    from relaylm.models.folder import HELDOUT, save_family
+    from relaylm.models.folder import save_family
 
     if isinstance(preset, Preset):
         chosen = override(preset, **overrides)
@@ -105,11 +106,10 @@ def train_family(
                 twins=twins,
                 card=model_card(name or chosen.name, chosen, corpus, summaries, command),
                 meta={"preset": chosen.to_json(), "training": summaries, "corpus": corpus.manifest["splits"]},
+                heldout=heldout_text(corpus),
                 dtype=dtype,
                 overwrite=True,
             )
-            if text := heldout_text(corpus):
-                atomic_write(target / HELDOUT, text)
     return target
 
 

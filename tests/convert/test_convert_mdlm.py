@@ -395,7 +395,7 @@ def test_plain_and_folded_networks_become_mdlm_networks(tmp_path: Path) -> None:
     folded = convert.load(write(tmp_path / "src", published(), CONFIG), dtype="float64")["src"]
     family = Family({"a": plain.double().eval().requires_grad_(False), "b": folded}, V - 1, V, LENGTH)
     out = convert.export(family, tmp_path / "out")
-    assert sorted(path.name for path in out.iterdir()) == ["README.md", "a", "b"]
+    assert sorted(path.name for path in out.iterdir()) == [".relaylm.json", "README.md", "a", "b"]
     for name, model in family.models.items():
         stored = safetensors.torch.load_file(out / name / "model.safetensors")
         agree(model, expected(stored), tolerance=2e-5)  # what MDLM's own code computes from the file; stored in float32

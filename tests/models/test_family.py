@@ -476,7 +476,7 @@ def test_a_flipped_byte_is_noticed(whole: Any, data: st.DataObject) -> None:
     try:
         path.write_bytes(damaged)
         survived = survives(folder, expected, family.tokenizer)
-        assert not survived or path.name in ("README.md", "family.json")
+        assert not survived or path.name in ("README.md", "family.json", ".relaylm.json")
     finally:
         path.write_bytes(original)
 
@@ -490,7 +490,9 @@ def test_a_file_cut_short_is_noticed(whole: Any, data: st.DataObject) -> None:
     try:
         path.write_bytes(original[: data.draw(st.integers(0, len(original) - 1))])
         survived = survives(folder, expected, family.tokenizer)
-        assert not survived or path.name == "README.md" or path.read_bytes().strip() == original.strip()
+        assert (
+            not survived or path.name in ("README.md", ".relaylm.json") or path.read_bytes().strip() == original.strip()
+        )
     finally:
         path.write_bytes(original)
 
@@ -656,6 +658,42 @@ def test_does_not_overwrite(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "file", "home"]
 
 
+@pytest.mark.parametrize("change", ["added", "edited", "linked", "git", "readme only"])
+def test_files_of_others_are_never_deleted(tmp_path: Path, change: str) -> None:
+    """Every folder that relaylm writes goes through `write_folder`; here a family stands for all of them."""
+    folder = tmp_path / "fam"
+    if change == "readme only":  # what MDLM's layout was once recognised by
+        folder.mkdir()
+    else:
+        save_family(folder, {"a": network(seed=1)}, TEXT8, length=16)
+    path = {"edited": "README.md", "git": ".git/HEAD", "readme only": "README.md"}.get(change, "notes.txt")
+    (folder / path).parent.mkdir(exist_ok=True)
+    if change == "linked":
+        (tmp_path / "mine").mkdir()
+        (folder / path).symlink_to(tmp_path / "mine")
+    else:
+        (folder / path).write_text("mine")
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    with pytest.raises(UserError, match="not overwritten"):
+        save_family(folder, {"a": network(seed=2)}, TEXT8, length=16, overwrite=True)
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+    if change != "readme only":  # the same family again: it is there, and what was changed stays
+        save_family(folder, {"a": network(seed=1)}, TEXT8, length=16, overwrite=True)
+        assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+def test_a_folder_under_the_backup_name_is_not_touched(tmp_path: Path) -> None:
+    mine = tmp_path / ".fam.old"
+    mine.mkdir()
+    (mine / "letters.txt").write_text("x")
+    for _ in range(2):
+        with pytest.raises(UserError, match="is in the way"):
+            save_family(tmp_path / "fam", **two(), overwrite=True)
+        assert [path.name for path in mine.iterdir()] == ["letters.txt"]
+        (tmp_path / "fam").mkdir(exist_ok=True)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -761,7 +799,7 @@ def test_describe(folder: Path) -> None:
         27,
         {"type": "text8"},
     )
-    assert about["bytes"] == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert about["bytes"] == sum(path.stat().st_size for path in folder.rglob("[!.]*") if path.is_file())
     assert about["missing"] == []
     (folder / "big/model-00001-of-00001.safetensors").unlink()
     assert describe(folder)["missing"] == ["big/model-00001-of-00001.safetensors"]

@@ -523,7 +523,11 @@ def test_a_family_from_text(corpus: TokenFile, tmp_path: Path) -> None:
     family = Family.load(folder)
     assert family.names == ("1b", "2b") and list(family.twins) == ["2b"] and family.judge is not None
     assert family.judge.architecture.causal and family.length == 16 and family.name == "toy"
+    (folder / "notes.txt").write_text("mine")
+    (folder / "README.md").write_text((folder / "README.md").read_text() + "edited\n")
+    train_family(corpus.folder, tmp_path / "out", preset, device="cpu", progress=False, command="make toy")
     card = (folder / "README.md").read_text()
+    assert (folder / "notes.txt").exists() and card.endswith("edited\n")  # a finished family is left alone
     assert "make toy" in card and "not stated" in card and "| 2b-twin |" in card
     average = weights(tmp_path / "out" / "models" / "1b")["average/blocks.0.attn_qkv.weight"]
     loaded = family.models["1b"].blocks[0].attn_qkv.weight  # type: ignore[attr-defined]
@@ -537,6 +541,9 @@ def test_a_family_from_text(corpus: TokenFile, tmp_path: Path) -> None:
     # Again: nothing is retrained, and another depth is added to what is there.
     grown = override(preset, depths=(1, 2, 3))
     stamp = (tmp_path / "out" / "models" / "2b" / loop.CHECKPOINT).stat().st_mtime_ns
+    with pytest.raises(UserError, match=r"README\.md in it is not as relaylm wrote it"):
+        train_family(corpus.folder, tmp_path / "out", grown, device="cpu", progress=False)
+    folder.rename(tmp_path / "moved")
     folder = train_family(corpus.folder, tmp_path / "out", grown, device="cpu", progress=False)
     assert Family.load(folder).names == ("1b", "2b", "3b")
     assert (tmp_path / "out" / "models" / "2b" / loop.CHECKPOINT).stat().st_mtime_ns == stamp

@@ -35,9 +35,8 @@ def main() -> None:
     )
     about = {"length": family.length, "name": family.name, "judge": family.judge, "card": card, "meta": family.meta}
     models = {name: family[name] for name in names}
-    save_family(options.out, models, family.tokenizer, dtype="bfloat16", overwrite=True, **about)
     text = heldout_text(TokenFile.load(options.corpus))
-    (options.out / HELDOUT).write_text(text, encoding="utf-8")
+    save_family(options.out, models, family.tokenizer, heldout=text, dtype="bfloat16", overwrite=True, **about)
     size = sum(path.stat().st_size for path in options.out.rglob("*.safetensors"))
     print(f"{options.out}: {size / 1e6:.1f} MB of weights, {len(text):,} characters of held-out text")
 
