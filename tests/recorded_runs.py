@@ -4,7 +4,7 @@
     python tests/recorded_runs.py --write all      record it all
     python tests/recorded_runs.py --write NAME...  record these runs anew (only where behaviour is meant to change)
 
-Processors round differently, so there is a record for each way of rounding met so far, tests/recorded/DIGEST.json, where
+Processors round differently, so there is a record for each way of rounding met so far, tests/recorded/DIGEST.json;
 the digest is that of one network call. A run that is recorded anew is removed from the other records.
 
 Each run is a function without arguments that gives plain JSON values: a sha256 of the tokens, costs without times, the

@@ -15,6 +15,7 @@ from relaylm.search.search import search
 from relaylm.studies.paper import numbers as paper
 from relaylm.studies.record.judges import agreement, kendall_tau
 from relaylm.studies.record.lengths import KINDS, SAVED, picked
+from relaylm.studies.record.texts import kinds, shuffled
 
 
 def test_what_saving_costs_by_length() -> None:
@@ -58,3 +59,20 @@ def test_kendall_tau() -> None:
     assert tau.value == pytest.approx(scipy.stats.kendalltau(means.ravel(), other.ravel()).statistic)
     assert tau.low <= tau.value <= tau.high
     assert kendall_tau(means + noise, means + noise).low == 1
+
+
+def test_kinds_of_text() -> None:
+    """Shuffled rows keep their words; samples come at the family's spacing and in T = L steps, as many as asked for."""
+    family = small_family()
+    assert family.tokenizer is not None
+    real_nL = np.array([family.tokenizer.encode("a bc def a b ccc"), family.tokenizer.encode("one two  three  ")])
+    mixed = [family.tokenizer.decode(row) for row in shuffled(family, real_nL[:1])]
+    assert sorted(mixed[0].split()) == sorted(["a", "bc", "def", "a", "b", "ccc"]) and mixed != ["a bc def a b ccc"]
+    family.meta["spacing"] = "spaced:5"
+    found = {
+        label: (len(tokens_nL), calls) for label, tokens_nL, calls in kinds(family, np.repeat(real_nL, 4, axis=0), 7)
+    }
+    assert [n for n, _ in found.values()] == [8, 8, 8, 8, 7]
+    light, heavy = family.roles()
+    assert list(found)[2:] == [f"{heavy}, spaced:5", f"{light}, spaced:5", f"{heavy}, T = 16"]
+    assert found[f"{heavy}, spaced:5"][1] < found[f"{heavy}, T = 16"][1] <= 16
