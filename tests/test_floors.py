@@ -24,7 +24,7 @@ FLOORS: list[set[str]] = [
     {"sampling"},
     {"measure"},
     {"show"},
-    {"search", "train"},
+    {"search", "train", "serve"},
     {"cluster"},
     {"studies"},
     {"cli"},

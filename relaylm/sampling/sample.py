@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -155,16 +155,6 @@ def choose_spacing(
     return replace(policy, spacing=Spacing.parse(spacing)), steps
 
 
-def law_text(policy: Policy | Schedule, steps: float | None, rule: Rule | None) -> str:
-    """What decides which positions a call writes: a rule, a spacing, or a number of steps."""
-    if rule is not None:
-        return str(rule)
-    if isinstance(policy, Schedule) and policy.spacing is not None:
-        return str(policy.spacing)
-    own = policy.steps if isinstance(policy, Schedule | Timetable) else None
-    return f"uniform:{'inf' if steps is not None and math.isinf(steps) else int(own or steps or 0)}"
-
-
 def _draft(streamer: Any, given_L: np.ndarray, mask_id: int) -> Callable[[Event], None]:
     """A callback that shows a streamer the first row after each of its events, masks included."""
     show, tokens_L = getattr(streamer, "put_draft", None), torch.from_numpy(np.where(given_L < 0, mask_id, given_L))
@@ -175,6 +165,82 @@ def _draft(streamer: Any, given_L: np.ndarray, mask_id: int) -> Callable[[Event]
             show(tokens_L[None].clone())
 
     return follow
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a call of `sample` asks for, checked and with every default filled in."""
+
+    policy: Policy | Schedule  # with models' names, and its spacing
+    steps: float | None
+    rule: Rule | None
+    law: Law
+    greedy: bool  # under a rule: the likeliest tokens
+    given: np.ndarray  # token ids, -1 where free: (L,) or (n, L)
+    heavy: str
+    models: dict[str, Any]  # those that may run, and the heavy one
+    names: tuple[str, ...]  # those that may run
+
+    @property
+    def law_text(self) -> str:
+        """What decides which positions a call writes: a rule, a spacing, or a number of steps."""
+        if self.rule is not None:
+            return str(self.rule)
+        if isinstance(self.policy, Schedule) and self.policy.spacing is not None:
+            return str(self.policy.spacing)
+        own = self.policy.steps if isinstance(self.policy, Schedule | Timetable) else None
+        endless = self.steps is not None and math.isinf(self.steps)
+        return f"uniform:{'inf' if endless else int(own or self.steps or 0)}"
+
+
+def settle(
+    family: Family,
+    schedule: str | Schedule | Policy = "heavy",
+    n: int = 1,
+    *,
+    steps: float | None = None,
+    spacing: str | int | Spacing | None = None,
+    spread: bool = False,
+    length: int | None = None,
+    prompt: str | None = None,
+    suffix: str | None = None,
+    infill: str | None = None,
+    given: np.ndarray | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float = 1.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    rule: str | Rule | None = None,
+    block_length: int | None = None,
+    light: str | None = None,
+    heavy: str | None = None,
+    alpha: Alpha = LINEAR,
+) -> Request:
+    """The request that these options of `sample` make; refuses what does not go together."""
+    light, heavy = family.roles(light, heavy)
+    policy = _bound(family, schedule, light, heavy)
+    if isinstance(rule, str):
+        from relaylm.sampling.rules import parse_rule
+
+        rule = parse_rule(rule, block_length)
+    elif block_length is not None:
+        raise UserError("a block length goes with the name of a decoding rule")
+    if given is None:
+        given = lay_out(family, prompt, suffix, infill, length, max_new_tokens)
+    elif any(option is not None for option in (prompt, suffix, infill, length, max_new_tokens)):
+        raise UserError("given says all about a row: it cannot go with prompt, suffix, infill or a length")
+    else:
+        given = checked_given(given, n, family.length)
+    default = family.meta.get("spacing") if rule is None and alpha == LINEAR else None
+    policy, steps = choose_spacing(policy, steps, spacing, spread, given.shape[-1], default)
+    free_form = isinstance(policy, Schedule) and (policy.steps is not None or policy.spacing is not None)
+    if steps is None and not free_form and not (rule is not None and rule.adaptive):
+        steps = policy.steps if isinstance(policy, Timetable) else given.shape[-1]
+    greedy = rule is not None and temperature == 0
+    law = Law(1.0 if greedy else temperature, top_k, top_p)
+    names = tuple(dict.fromkeys(policy.models)) if isinstance(policy, Schedule | Timetable) else family.names
+    models = {name: model for name, model in family.models.items() if name in names or name == heavy}
+    return Request(policy, steps, rule, law, greedy, given, heavy, models, names)
 
 
 def sample(
@@ -220,61 +286,62 @@ def sample(
     tokens); some take a `block_length`. `stride` allows a `length` beyond the family's, written in windows
     (`relaylm.sampling.windows`). `stop` cuts each text at its first occurrence, after sampling. `callback` receives
     every event; it may also be a streamer as in transformers (`put`, `put_draft`, `end`), for the first row."""
-    light, heavy = family.roles(light, heavy)
-    policy = _bound(family, schedule, light, heavy)
-    if isinstance(rule, str):
-        from relaylm.sampling.rules import parse_rule
-
-        rule = parse_rule(rule, block_length)
-    elif block_length is not None:
-        raise UserError("a block length goes with the name of a decoding rule")
     others = (suffix, infill, given, max_new_tokens, callback)
     if stride is not None and (length is None or any(option is not None for option in others)):
         raise UserError("a stride takes a length and perhaps a prompt: no suffix, infill, given, new tokens, callback")
-    if given is None:
-        first = length if stride is None else None  # the first window is as long as the family's
-        given = lay_out(family, prompt, suffix, infill, first, max_new_tokens)
-    elif any(option is not None for option in (prompt, suffix, infill, length, max_new_tokens)):
-        raise UserError("given says all about a row: it cannot go with prompt, suffix, infill or a length")
-    else:
-        given = checked_given(given, n, family.length)
-    default = family.meta.get("spacing") if rule is None and alpha == LINEAR else None
-    policy, steps = choose_spacing(policy, steps, spacing, spread, given.shape[-1], default)
-    free_form = isinstance(policy, Schedule) and (policy.steps is not None or policy.spacing is not None)
-    if steps is None and not free_form and not (rule is not None and rule.adaptive):
-        steps = policy.steps if isinstance(policy, Timetable) else given.shape[-1]
+    request = settle(
+        family,
+        schedule,
+        n,
+        steps=steps,
+        spacing=spacing,
+        spread=spread,
+        length=length if stride is None else None,  # the first window is as long as the family's
+        prompt=prompt,
+        suffix=suffix,
+        infill=infill,
+        given=given,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        rule=rule,
+        block_length=block_length,
+        light=light,
+        heavy=heavy,
+        alpha=alpha,
+    )
+    models, policy, given_L = request.models, request.policy, np.atleast_2d(request.given)[0]
     streamer: Any = callback if hasattr(callback, "put") else None
-    names = tuple(dict.fromkeys(policy.models)) if isinstance(policy, Schedule | Timetable) else family.names
-    models = {name: model for name, model in family.models.items() if name in names or name == heavy}
     options: dict[str, Any] = {
         "mask_id": family.mask_id,
-        "steps": steps,
+        "steps": request.steps,
         "alpha": alpha,
-        "law": Law(1.0 if rule is not None and temperature == 0 else temperature, top_k, top_p),
-        "batch_size": batch_size or pick_batch_size(family, n, given.shape[-1], len(names)),
-        "heavy": heavy,
+        "law": request.law,
+        "batch_size": batch_size or pick_batch_size(family, n, len(given_L), len(request.names)),
+        "heavy": request.heavy,
         "device": family.device,
-        "callback": callback if streamer is None else _draft(streamer, np.atleast_2d(given)[0], family.mask_id),
+        "callback": callback if streamer is None else _draft(streamer, given_L, family.mask_id),
         "on_calls": on_calls,
     }
 
     def run(given: np.ndarray, seed: int) -> Samples:
         plan = make_plan(n, given.shape[-1], seed, given, first_row)
-        if rule is None:
+        if request.rule is None:
             return denoise(models, policy, plan, **options)
         from relaylm.sampling.confidence import decode
 
-        return decode(models, policy, plan, rule, greedy=temperature == 0, **options)
+        return decode(models, policy, plan, request.rule, greedy=request.greedy, **options)
 
     if stride is None:
-        samples = run(given, seed)
+        samples = run(request.given, seed)
     else:
         from relaylm.sampling.windows import continued
 
-        samples = continued(run, given, family.length, length or 0, stride, seed)
+        samples = continued(run, request.given, family.length, length or 0, stride, seed)
     if streamer is not None:  # the whole first row, once it is written
         streamer.put(torch.from_numpy(samples.tokens[:1]))
         streamer.end()
     texts = [] if family.tokenizer is None else [family.tokenizer.decode(row) for row in samples.tokens]
     texts = [text.split(stop)[0] for text in texts] if stop else texts
-    return replace(samples, texts=texts, law=law_text(policy, steps, rule))
+    return replace(samples, texts=texts, law=request.law_text)

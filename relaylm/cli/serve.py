@@ -1,0 +1,33 @@
+"""Serve families over HTTP, and a page to try them on. Example: relaylm serve --family wiki-bpe --port 8000"""
+
+import argparse
+
+from relaylm.cli import tools
+from relaylm.cli.options import add_shared, natural, positive, seconds_type
+from relaylm.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags."""
+    add = parser.add_argument
+    add("--family", action="append", help="a family to serve, NAME=SOURCE or SOURCE; several allowed")
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=natural, default=8000, help="port to listen on; 0 picks a free one")
+    add("--api-key", metavar="KEY", help="clients must send it as a bearer token (default: RELAYLM_API_KEY, or none)")
+    add("--max-rows", type=positive, default=64, help="rows in flight")
+    add("--max-queue", type=positive, default=256, help="rows that may wait; over that a request is answered 429")
+    add("--timeout", type=seconds_type, default=600.0, help="time for a request, waiting included: 90s, 10m")
+    add_shared(parser, "batch-size", **{"batch-size": "rows in a network call (default: what the device needs)"})
+    add("--log-prompts", action="store_true", help="write the fields of requests to the log, prompts included")
+    add_shared(parser, "dtype device")
+
+
+def run(args: argparse.Namespace) -> tools.Result:
+    """Load the families and serve until interrupted."""
+    try:
+        from relaylm.serve.server import serve
+    except ModuleNotFoundError as error:
+        raise UserError(f"relaylm serve needs {error.name}: pip install 'relaylm[serve]'") from None
+
+    serve(args.family or [tools.default_family(None)], args)
+    return {}
