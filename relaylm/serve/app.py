@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
-from importlib.resources import as_file, files
 from typing import Any, Protocol
 
 from sse_starlette.sse import AppStatus, EventSourceResponse
@@ -29,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from relaylm.serve.completions import Completion
 from relaylm.serve.request import COMPLETIONS, DENOISE, Ask, Refused, bad, read_ask, read_json
+from relaylm.show.player import template
 
 log = logging.getLogger("relaylm.serve")
 Events = AsyncIterator[tuple[str, dict[str, Any]]]
@@ -174,7 +174,9 @@ def create_app(backend: Backend, settings: Settings, lifespan: Any = None) -> AS
     async def metrics(request: Request) -> Response:
         return Response(await backend.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    page = contextlib.ExitStack().enter_context(as_file(files("relaylm.serve") / "page"))
+    async def player(request: Request) -> Response:
+        return Response(template(), media_type="text/html")  # the page fills it with what it has shown
+
     routes: list[Any] = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/denoise", denoise, methods=["POST"]),
@@ -183,9 +185,10 @@ def create_app(backend: Backend, settings: Settings, lifespan: Any = None) -> AS
         Route("/v1/schedule", schedule),
         Route("/health", health),
         Route("/metrics", metrics),
+        Route("/player.html", player),
+        Mount("/show", StaticFiles(packages=[("relaylm.show", "web")])),
+        Mount("/", StaticFiles(packages=[("relaylm.serve", "page")], html=True)),
     ]
-    if page.is_dir():
-        routes.append(Mount("/", StaticFiles(directory=page, html=True)))
     handlers: dict[Any, Any] = {Refused: refused, HTTPException: http_error, ClientDisconnect: gone, Exception: broken}
     return Guard(Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan), settings)
 

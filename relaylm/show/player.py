@@ -1,6 +1,6 @@
 """`sample --html`: a page that plays the denoising of samples, call by call, in any browser and without a network.
 
-`player.html` is the page, `renderer.js` and `renderer.css` draw in it (as they do in the page of `relaylm serve`),
+`web/player.html` is the page, `renderer.js` and `renderer.css` draw in it (as they do in the page of `relaylm serve`),
 `player.js` replays; this module puts them together and adds the data: the texts of the tokens, when each was written
 and by which model, and the cost of the calls up to then. A model's text is never read as HTML: it is JSON with every <
 escaped, and the page sets text only. `page.html#2/40` links to the second sample after its 40th call.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @lru_cache(maxsize=1)
 def template() -> str:
     """The page without its data: `$TITLE` and `$DATA` are to be filled in, by `page` or by the page of the server."""
-    folder = files("relaylm.show")
+    folder = files("relaylm.show") / "web"
     text = {name: (folder / name).read_text(encoding="utf-8") for name in ("player.html", "renderer.css")}
     script = "".join((folder / name).read_text(encoding="utf-8") for name in ("renderer.js", "player.js"))
     # One classic script: a page that is opened as a file cannot import modules.
