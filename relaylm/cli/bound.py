@@ -14,6 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--text", metavar="FILE", help="plain, .xz or .gz (default: the one that comes with the family)")
     add("--model", help="which model (default: each)")
     add("--schedule", help="of a schedule, in --steps steps, instead of single models")
+    add("--rule", help="of a decoding rule that looks at no draw, such as surest:16, eb:0.1, dus:32")
     add("-T", "--steps", type=steps_type, help="denoising steps of the schedule, or inf (default: the length)")
     add("--rows", type=positive, default=256, help="windows of the text, evenly spread")
     add("--draws", type=positive, default=4, help="noise levels for each window")
@@ -29,12 +30,14 @@ def run(args: argparse.Namespace) -> tools.Result:
     rows = tools.token_rows(family, args.text, family.length, args.rows)
     options = {"draws": args.draws, "seed": args.seed, "device": family.device}
     result: dict[str, Any] = {}
-    for name in () if args.schedule is not None else [args.model] if args.model else family.names:
+    for name in (
+        () if args.schedule is not None or args.rule is not None else [args.model] if args.model else family.names
+    ):
         with tools.progress(f"bound of {name}", "row") as bar:
             found = bound(family[name], rows, mask_id=family.mask_id, on_rows=bar.report, **options)
         result[name] = found.to_json()
         tools.show(args, f"{name}: {found}")
-    if args.schedule is not None:
+    if args.schedule is not None or args.rule is not None:
         schedule, found = of_schedule(args, family, rows, options)
         result[schedule] = found.to_json()
     return tools.with_provenance({"bounds": result, "rows": len(rows)}, family, args)
@@ -45,24 +48,21 @@ def of_schedule(args: argparse.Namespace, family: Any, rows: Any, options: dict[
     from relaylm.core.schedule import Schedule
     from relaylm.measure.plan_likelihood import plan_bound
     from relaylm.measure.schedule_likelihood import measure_table, schedule_bound
+    from relaylm.sampling.rules import parse_rule
 
-    typed = tools.read_schedule(args.schedule)
+    typed = tools.read_schedule(args.schedule or "heavy")
     schedule = Schedule.parse(typed).bind(*family.roles())
     family.check_names(schedule.models)
     models = {name: family[name] for name in schedule.models}
-    if schedule.spacing is not None:
-        spaced = plan_bound(
-            models,
-            schedule,
-            rows,
-            family.mask_id,
-            steps=args.steps,
-            seed=args.seed,
-            device=family.device,
-            progress=True,
-        )
-        tools.show(args, f"{typed}: {spaced}")
-        return str(schedule), spaced
+    if schedule.spacing is not None or args.rule is not None:
+        rule = None if args.rule is None else parse_rule(args.rule)
+        counted = schedule.spacing is None and schedule.steps is None and not (rule is not None and rule.adaptive)
+        steps = args.steps or (family.length if counted else None)
+        more: dict[str, Any] = {"rule": rule, "steps": steps, "progress": True}
+        own = plan_bound(models, schedule, rows, family.mask_id, seed=args.seed, device=family.device, **more)
+        label = f"{typed}, {rule}" if rule is not None else typed
+        tools.show(args, f"{label}: {own}")
+        return label if rule is not None else str(schedule), own
     with tools.progress("bound", "row") as bar:
         table = measure_table(models, rows, family.mask_id, on_rows=bar.report, **options)
     found = schedule_bound(table, schedule, args.steps or (None if schedule.steps is not None else family.length))

@@ -1,4 +1,4 @@
-r"""The likelihood bound of a schedule by following its plans: for spaced plans, and any other whose calls are known.
+r"""The likelihood bound of a schedule by following its plans: spaced plans, others whose calls are known, and rules.
 
 Let a plan write the sets S_1, ..., S_C of a row's positions in this order, with model s(c) at call c. The plan does not
 depend on the tokens, so by Jensen's inequality
@@ -8,6 +8,11 @@ depend on the tokens, so by Jensen's inequality
 Every term is a network call on the true text with what is not yet written masked. One plan for each row gives an
 unbiased estimate; no sampling is needed, and the calls of a row do not wait for each other. Schedules that are measured
 on the same rows with the same seed share their plans, so differences are paired.
+
+**Rules.** A decoding rule that looks at distributions and at chance but never at a draw (`Rule.bounded`) chooses S_c
+from what is written. On its way to x every S_c is then a function of x and of chance, and the same sum is a bound;
+without chance in the rule it is -log p(x) itself. Calls of a row follow each other, with the row's own tokens written
+(`sampling.confidence.forced`).
 
 Shapes: N rows, L positions, E events, B events of a network call, K due positions of an event.
 """
@@ -20,14 +25,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from relaylm.core.cost import Cost
 from relaylm.core.plan import make_events, make_plan
 from relaylm.core.schedule import Schedule
-from relaylm.core.spacing import spaced_events
+from relaylm.core.spacing import events_of_calls, spaced_events
 from relaylm.errors import UserError
 from relaylm.measure import metrics
 from relaylm.measure.schedule_likelihood import ScheduleBound
 from relaylm.progress import progress_bar
+from relaylm.sampling.confidence import forced
 from relaylm.sampling.policy import resolve, static_models
+from relaylm.sampling.result import cost_of_calls
+from relaylm.sampling.rules import Rule, level_calls, planned
 
 _CELLS = 1 << 25  # logits that are in memory at once, at most
 
@@ -40,22 +49,38 @@ def plan_bound(
     mask_id: int,
     *,
     steps: float | None = None,
+    rule: Rule | None = None,
     seed: int = 0,
+    first_row: int = 0,
     device: torch.device | str = "cpu",
     batch_size: int = 32,
     progress: bool = False,
 ) -> ScheduleBound:
     """The bound of a schedule with models' names in it, in bits for one position, with its interval over rows. `steps`
-    is T, or infinity; a spaced schedule takes none."""
+    is T, or infinity; a spaced schedule takes none, nor does a rule that finds its own. Rules that look at draws,
+    or mask positions again, have no bound and are refused."""
     if rows_NL.ndim != 2 or (rows_NL == mask_id).any() or (rows_NL < 0).any():
         raise UserError("a bound needs whole rows of tokens, without masks and free positions")
     names = tuple(models)
-    followed, times = resolve(schedule, steps)
+    followed, times = resolve(schedule, steps, rule)
     lookup = static_models(followed, names)
     assert lookup is not None
     n, length = rows_NL.shape
-    plan = make_plan(n, length, seed)
-    events = make_events(plan, times) if schedule.spacing is None else spaced_events(plan, schedule.spacing)
+    plan = make_plan(n, length, seed, first_row=first_row)
+    if rule is not None and not rule.bounded:
+        raise UserError(f"{rule.name} looks at the tokens it draws or masks some again: it has no likelihood bound")
+    if rule is not None and not rule.planned:
+        options = {"mask_id": mask_id, "device": device, "batch_size": min(batch_size, n)}
+        with progress_bar("bound", n * (length if rule.adaptive else len(times or ()) - 1), "step", progress) as bar:
+            options["on_calls"] = lambda done, _: bar.update(done - bar.n)
+            nats_N, run = forced(models, schedule, plan, rule, rows_NL, steps=steps, **options)
+        return _bound(nats_N, length, run.cost)
+    if rule is not None and rule.levels is not None:
+        events = events_of_calls(plan, level_calls(rule, plan.given_nL))
+    elif schedule.spacing is not None:
+        events = spaced_events(plan, schedule.spacing)
+    else:
+        events = make_events(plan if rule is None or times is None else planned(rule, plan, times), times)
     model_E = lookup(events.step_E, events.t_E)
     row_E = np.repeat(np.arange(n), events.per_row_n)
     order_NL = events.positions_F.reshape(n, length)  # every position is free
@@ -83,8 +108,12 @@ def plan_bound(
                 log_p = logits.log_softmax(dim=-1).gather(2, text_BL.gather(1, places)[..., None])[..., 0]
                 np.add.at(nats_N, row_E[part], -np.where(real_BK, log_p.cpu().numpy(), 0.0).sum(axis=1))
                 bar.update(len(part))
+    return _bound(nats_N, length, cost_of_calls(models, model_E, events.count_E, length, names[-1], followed))
+
+
+def _bound(nats_N: np.ndarray, length: int, cost: Cost) -> ScheduleBound:
     bits, low, high = (float(v) for v in metrics.mean_interval(nats_N / (length * np.log(2))))
-    return ScheduleBound(bits, low, high, n, nats_N)
+    return ScheduleBound(bits, low, high, len(nats_N), nats_N, cost)
 
 
 def _due(start_B: np.ndarray, count_B: np.ndarray, positions_F: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -43,6 +43,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from relaylm.core.cost import Cost
 from relaylm.core.diffusion import LINEAR, Alpha
 from relaylm.core.plan import uniforms
 from relaylm.core.schedule import Schedule, Timetable
@@ -101,6 +102,7 @@ class ScheduleBound:
     high: float
     rows: int
     nats_N: np.ndarray
+    cost: Cost | None = None  # what writing the rows would take, where calls were followed
 
     def __str__(self) -> str:
         return in_words(self.bits, self.low, self.high)

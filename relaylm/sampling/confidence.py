@@ -15,6 +15,7 @@ C calls of single rows that were made.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +34,19 @@ from relaylm.sampling.engine import SCRATCH, features_at, settings
 from relaylm.sampling.law import Drawer, Law, widest_float
 from relaylm.sampling.policy import RowStates, policy_text, resolve, static_models
 from relaylm.sampling.result import Event, Samples, Trace, cost_of_calls
-from relaylm.sampling.rules import Rule, blocks_of, counts_of, expected_writes, most_sure, planned, remask, uniforms_at
+from relaylm.sampling.rules import (
+    Rule,
+    blocks_of,
+    counts_of,
+    expected_writes,
+    level_calls,
+    most_sure,
+    planned,
+    rank,
+    remask,
+    spaced_sets,
+    uniforms_at,
+)
 
 CELLS = 1 << 26  # logits made at once, at most; a larger call's head goes over its places in slices
 
@@ -58,19 +71,59 @@ def decode(
         raise UserError("decoding rules are defined for the linear noise schedule: leave alpha out")
     followed, times = resolve(policy, steps, rule)
     changes = (*law.changes, *(["temperature=0"] if greedy else []))
+    if not rule.exact or rule.own_order:
+        changes = (f"rule={rule}", *changes)
     if rule.planned:
-        assert times is not None
-        drawn = replace(law, top_k=1) if greedy else law
-        samples = denoise(models, followed, planned(rule, plan, times), steps=len(times) - 1, law=drawn, **options)
+        options["law"] = replace(law, top_k=1) if greedy else law
+        if rule.levels is not None:
+            samples = denoise(
+                models, followed, plan, steps=math.inf, call_nL=level_calls(rule, plan.given_nL), **options
+            )
+        else:
+            assert times is not None
+            samples = denoise(models, followed, planned(rule, plan, times), steps=len(times) - 1, **options)
         return replace(samples, schedule=policy_text(policy), changes_law=changes)
+    run = _finished(models, policy, plan, rule, steps, Options(law=law, **options), greedy)
+    return replace(run.samples(began), schedule=policy_text(policy), changes_law=changes)
+
+
+def forced(
+    models: Mapping[str, Any],
+    policy: Policy | Schedule,
+    plan: Plan,
+    rule: Rule,
+    truth_nL: np.ndarray,
+    *,
+    steps: float | None = None,
+    **options: Any,
+) -> tuple[np.ndarray, Samples]:
+    """A rule that looks at no draw, on its way to these rows: each token it writes is the row's own. Returns minus the
+    log-probability of each row, in nats, and the run. Without chance in the rule that is exactly the probability that
+    it writes the row, since the row fixes the order."""
+    assert rule.bounded and not rule.planned
+    began, options = time.perf_counter(), {"law": Law(), **options}
+    run = _finished(models, policy, plan, rule, steps, Options(**options), False, truth_nL)
+    return run.nats_n[:-1].cpu().numpy(), run.samples(began)
+
+
+def _finished(
+    models: Mapping[str, Any],
+    policy: Policy | Schedule,
+    plan: Plan,
+    rule: Rule,
+    steps: float | None,
+    options: Options,
+    greedy: bool,
+    truth_nL: np.ndarray | None = None,
+) -> RuleRun:
+    followed, times = resolve(policy, steps, rule)
     if getattr(policy, "wants_logits", False):
         raise UserError("a policy that wants logits does not go with a rule that looks at logits itself")
-    run = RuleRun(models, followed, plan, rule, times, Options(law=law, **options), greedy)
+    run = RuleRun(models, followed, plan, rule, times, options, greedy, truth_nL)
     with settings(run.device):
         while run.step():
             pass
-    changes = changes if rule.exact else (f"rule={rule}", *changes)
-    return replace(run.samples(began), schedule=policy_text(policy), changes_law=changes)
+    return run
 
 
 @dataclass(frozen=True)
@@ -90,6 +143,7 @@ class _Look:
 
     rows_B: Tensor
     open_BL: Tensor  # positions that were asked for
+    turn_BL: Tensor | None  # of rules with sets: in how many calls a position is written, 1 for this one, 0 for unknown
     place_BK: Tensor  # where the K places are, open ones first
     chosen_BK: Tensor
     drawn_BK: Tensor  # tokens
@@ -109,6 +163,7 @@ class RuleRun:
         times: tuple[float, ...] | None,
         options: Options,
         greedy: bool,
+        truth_nL: np.ndarray | None = None,
     ) -> None:
         check_request(models, plan, options.mask_id, options.batch_size, options.heavy)
         self.models, self.policy, self.plan, self.rule, self.options = models, policy, plan, rule, options
@@ -133,6 +188,9 @@ class RuleRun:
         # Of remasking rules: what the next call writes, what is masked again in the same step, and what was masked
         # again since the last event of the row.
         self.due_nL, self.forget_nL, self.again_nL = (torch.zeros_like(self.free_nL) for _ in range(3))
+        self.turn_nL = torch.zeros_like(self.token_nL)  # of rules with sets: calls until a position is written
+        self.truth_nL = None if truth_nL is None else put(truth_nL.astype(np.int64), 0)  # what is written, if known
+        self.nats_n = torch.zeros(n + 1, dtype=self.exact, device=self.device)  # of what was written, with `truth`
 
         # On the host.
         self.batch = options.batch_size or n
@@ -194,6 +252,7 @@ class RuleRun:
             self.at_n[rows_R] = np.where(ahead_RT.any(axis=1), ahead_RT.argmax(axis=1), self.steps)
             rows_R = self._unfinished(rows_R)
             self.asked_n[rows_R] = self.open_nT[rows_R, self.at_n[rows_R]]
+        if self.rule.counts is not None or self.rule.own_order:
             grain = -(-self.widest // 8)  # eight shapes, by what the row itself has open
             self.places_n[rows_R] = np.minimum(-(-self.asked_n[rows_R] // grain) * grain, self.widest)
         rows_R = self._unfinished(rows_R)
@@ -277,17 +336,34 @@ class RuleRun:
         place_BK = open_BL.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : call.places]
         open_BK = open_BL.gather(1, place_BK)
         drawn_BK, sure_BK, logprob_BK = self._draw(call.model, rows_B, token_BL, t_B, place_BK)
-        if self.rule.which is not None:
+        turn_BL = None
+        if self.rule.spaced:
+            turn_BL = self._turns(rows_B, sure_BK, open_BK, place_BK)
+            chosen_BK = turn_BL.gather(1, place_BK) == 1
+        elif self.rule.which is not None:
             chosen_BK = self.rule.which(sure_BK, open_BK, self.rule.numbers[0])
         elif self.rule.counts is not None:
             chosen_BK = most_sure(sure_BK, open_BK, count_B)
         else:
             chosen_BK = open_BK
-        return _Look(rows_B, open_BL, place_BK, chosen_BK, drawn_BK, sure_BK, logprob_BK)
+        return _Look(rows_B, open_BL, turn_BL, place_BK, chosen_BK, drawn_BK, sure_BK, logprob_BK)
+
+    def _turns(self, rows_B: Tensor, sure_BK: Tensor, open_BK: Tensor, place_BK: Tensor) -> Tensor:
+        """In how many calls each position is written, (B, L): as was settled earlier, or by this call's entropies."""
+        turn_BL = self.turn_nL[rows_B]
+        looks_B1 = ~(turn_BL > 0).any(dim=1, keepdim=True)
+        score_BK = (place_BK.shape[1] - rank(sure_BK, open_BK)).float().masked_fill(~(open_BK & looks_B1), 0.0)
+        score_BL = torch.zeros(turn_BL.shape, device=self.device).scatter(1, place_BK, score_BK)
+        distance, sets = map(int, self.rule.numbers)
+        return torch.where(looks_B1, spaced_sets(score_BL, distance, sets), turn_BL)
 
     def _open(self, rows_B: Tensor) -> Tensor:
-        """Masked positions of each row's first block that has any."""
+        """Positions whose logits are wanted: of the set whose turn it is, else masked ones, of the first block that has
+        any."""
         masked_BL = (self.token_nL[rows_B] == self.mask_id) & self.free_nL[rows_B]
+        if self.rule.spaced:
+            turn_BL = self.turn_nL[rows_B]
+            return torch.where((turn_BL > 0).any(dim=1, keepdim=True), turn_BL == 1, masked_BL)
         if self.rule.block is None:
             return masked_BL
         block_BL = self.block_nL[rows_B]
@@ -302,11 +378,14 @@ class RuleRun:
         features, head = features_at(model, token_BL, t_B, place_BK)
         draw_N, position_N = self.draw_nL[rows_B].gather(1, place_BK).view(-1), place_BK.reshape(-1)
         row_N, t_N = (x_B.repeat_interleave(place_BK.shape[1]) for x_B in (self.row_n[rows_B], t_B))
+        if self.truth_nL is not None:
+            truth_N = self.truth_nL[rows_B].gather(1, place_BK).view(-1)
         size = int(getattr(model, "vocab_size", features.shape[-1]))
         drawn, sure, logprob = [], [], []
         for part in torch.split(torch.arange(len(draw_N), device=self.device), max(1, CELLS // size)):
             logits_NV = features[part] if head is None else head(features[part], t_N[part])
             token_N, lawful_NV = self.drawer(logits_NV, row_N[part], position_N[part], draw_N[part])
+            token_N = token_N if self.truth_nL is None else truth_N[part]
             kind = torch.promote_types(lawful_NV.dtype, self.least)
             log_p_NV = lawful_NV.to(kind).log_softmax(dim=-1)
             own_NV = logits_NV.to(kind).log_softmax(dim=-1) if self.options.law.changes else log_p_NV
@@ -329,7 +408,12 @@ class RuleRun:
             old_BL = into_nL[rows_B]
             new_BK = torch.where(look.chosen_BK, values_BK.to(old_BL.dtype), old_BL.gather(1, place_BK))
             into_nL[rows_B] = old_BL.scatter(1, place_BK, new_BK)
-        self.draw_nL[rows_B] += look.open_BL
+        if look.turn_BL is not None:
+            self.turn_nL[rows_B] = (look.turn_BL - 1).clamp_min(0)
+        if self.truth_nL is not None:
+            self.nats_n[rows_B] -= torch.where(look.chosen_BK, look.logprob_BK, 0.0).sum(dim=1)
+        if not self.rule.own_order:  # draws that were not kept decided nothing there, so the first draw is as good
+            self.draw_nL[rows_B] += look.open_BL
         if self.rule.rates is not None:
             forget_BL = self.forget_nL[rows_B]
             self.token_nL[rows_B] = self.token_nL[rows_B].masked_fill(forget_BL, self.mask_id)

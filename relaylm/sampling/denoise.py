@@ -26,7 +26,7 @@ from torch import Tensor
 from relaylm.core.diffusion import LINEAR, Alpha
 from relaylm.core.plan import Events, Plan, make_events
 from relaylm.core.schedule import Policy, Schedule
-from relaylm.core.spacing import spaced_events
+from relaylm.core.spacing import events_of_calls, spaced_events
 from relaylm.errors import UserError
 from relaylm.sampling.engine import Call, Engine, settings
 from relaylm.sampling.law import Law
@@ -54,6 +54,7 @@ def denoise(
     callback: Callable[[Event], None] | None = None,
     on_calls: Callable[[int, int], None] | None = None,
     engine: Engine | None = None,
+    call_nL: np.ndarray | None = None,
 ) -> Samples:
     """Run a plan to its end. The lower of two levels: no tokenizer, no defaults taken from a family.
 
@@ -62,7 +63,8 @@ def denoise(
     `batch_size` is the number of rows in every call, short batches being padded, so that a row's calls always have the
     same shapes; it is halved only if memory runs out (the cost says what was used). `callback` receives every event,
     `on_calls(done, total)` the number of row-calls. An `engine` of an earlier run with the same models, law, seed and
-    as many rows brings what it captured on the device."""
+    as many rows brings what it captured on the device. `call_nL` says which call writes each position, from 1 up (0:
+    given), where that is no grid of steps."""
     began = time.perf_counter()
     options = Options(mask_id, law or Law(), batch_size, heavy, device, callback, on_calls)
     check_request(models, plan, mask_id, batch_size, heavy)
@@ -70,13 +72,16 @@ def denoise(
     spacing = policy.spacing if isinstance(policy, Schedule) else None
     if spacing is not None and alpha != LINEAR:
         raise UserError(f"{spacing} is defined for the linear noise schedule: leave alpha out")
-    events = make_events(plan, times, alpha) if spacing is None else spaced_events(plan, spacing)
+    if call_nL is not None:
+        events = events_of_calls(plan, call_nL)
+    else:
+        events = make_events(plan, times, alpha) if spacing is None else spaced_events(plan, spacing)
     run = Run(models, followed, plan, events, options, 0 if times is None else len(times) - 1, engine)
     with settings(device):
         run.share_first_calls()
         while run.step():
             pass
-    calls = int(events.per_row_n.max(initial=0)) if spacing is not None else math.inf
+    calls = math.inf if spacing is None and call_nL is None else int(events.per_row_n.max(initial=0))
     return run.samples(policy_text(policy), calls if times is None else len(times) - 1, began)
 
 

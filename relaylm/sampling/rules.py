@@ -3,7 +3,8 @@ r"""Decoding rules: which positions a step writes, and which it masks again.
 The sampler of `denoise` writes positions at random times. Large masked diffusion models are decoded in other ways: the
 surest positions first, several at once, or some again. Each published rule is here as plain functions.
 
-**Planned** rules know before any network runs when each position is written, so they are a `Plan` for `denoise`.
+**Planned** rules know before any network runs when each position is written, so they are a `Plan` for `denoise`, or,
+where they number their own calls, events.
 **Confidence** rules draw a token at every open position and keep the surest: one function says how sure (of the
 distribution at a position and the token drawn there), another which (of a row's open positions).
 **Remasking** rules (ReMDM) decide by chance alone, or by how sure earlier calls were, so they know before a call which
@@ -15,6 +16,10 @@ time, samples follow that law: by the chain rule for any order chosen from the p
 at a distribution and not at its draw), and for remasking because forgetting a token by chance leaves the others' law
 unchanged. (Dream's counts always leave two positions for the last step.) Rules that look at the drawn token's
 probability prefer likely tokens: their samples are sharper than the model.
+
+**Likelihood.** A rule that looks at distributions or at chance, never at draws, and masks nothing again has a
+likelihood that can be computed (`measure.plan_likelihood`). Where it writes several positions at once, or the denoiser
+is not exactly right, an order of its own is another law than MDLM's: samples by `surest`, `eb` and `dus` say so.
 
 Notation: t to s < t is a step; alpha(t) = 1 - t is the share of tokens kept; p a distribution over tokens.
 
@@ -36,6 +41,13 @@ Notation: t to s < t is a step; alpha(t) = 1 - t is the share of tokens kept; p 
                     the model, and the likeliest one in any case, until nothing is masked.
     factor          Fast-dLLM: with the drawn tokens' probabilities c_1 >= c_2 >= ..., the first n positions for which
                     (j + 1) (1 - c_j) <= F for all j = 2..n, at least one, until nothing is masked.
+    surest          relaylm: masked positions by rising entropy of their distributions, skipping what is nearer than D
+                    to one taken in this call. With N > 1 (`surest:D:N`) entropies are taken at every N-th call only;
+                    calls between write the next such sets of the same order, and the head runs at those alone.
+    eb              EB-Sampler: masked positions (of the block) by rising entropy H_1 <= H_2 <= ..., the first n with
+                    H_1 + ... + H_n - max(H_1, ..., H_n) <= GAMMA in nats, at least one.
+    dus             DUS: blocks of B from the left; a block's k-th call writes what is left of its offsets 0, s, 2s, ...
+                    with s = B // 2^k, down to s = 1; a last call that would write fewer than the one before joins it.
     remdm-cap       ReMDM: each written position is masked again with chance sigma = min(ETA, sigma_max), each masked
                     one written with chance (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t), where sigma_max =
                     min(1, (1 - alpha_s) / alpha_t). That leaves the share of masks what it is without remasking.
@@ -104,25 +116,53 @@ def negative_entropy(drawn_NV: Tensor, own_NV: Tensor, token_N: Tensor) -> Tenso
 
 def most_sure(sure_BK: Tensor, open_BK: Tensor, count_B: Tensor) -> Tensor:
     """LLaDA and Dream: the `count` surest open places of each row."""
-    return (_rank(sure_BK, open_BK) < count_B[:, None]) & open_BK
+    return (rank(sure_BK, open_BK) < count_B[:, None]) & open_BK
 
 
 def at_least(sure_BK: Tensor, open_BK: Tensor, threshold: float) -> Tensor:
     """Fast-dLLM's threshold: every open place at least so sure, and the surest one in any case."""
-    return ((sure_BK >= threshold) | (_rank(sure_BK, open_BK) == 0)) & open_BK
+    return ((sure_BK >= threshold) | (rank(sure_BK, open_BK) == 0)) & open_BK
 
 
 def within_factor(sure_BK: Tensor, open_BK: Tensor, factor: float) -> Tensor:
     """Fast-dLLM's factor. (The published code also writes the last open place if only that one fails the condition;
     that slip is not repeated.)"""
-    rank_BK = _rank(sure_BK, open_BK)
+    rank_BK = rank(sure_BK, open_BK)
     sorted_BK = torch.empty_like(sure_BK).scatter(1, rank_BK, sure_BK.masked_fill(~open_BK, -torch.inf))
     j_K = torch.arange(1, sure_BK.shape[1] + 1, device=sure_BK.device)
     holds_BK = (sorted_BK >= 1 - factor / (j_K + 1)) | (j_K == 1)
     return (rank_BK < holds_BK.long().cumprod(dim=1).sum(dim=1, keepdim=True)) & open_BK
 
 
-def _rank(sure_BK: Tensor, open_BK: Tensor) -> Tensor:
+def within_entropy(sure_BK: Tensor, open_BK: Tensor, gamma: float) -> Tensor:
+    """EB-Sampler's bound, for `sure` the negative entropy: the largest of the first n is the n-th, so what counts is
+    the sum of those before it."""
+    rank_BK = rank(sure_BK, open_BK)
+    sorted_BK = torch.zeros_like(sure_BK).scatter(1, rank_BK, (-sure_BK).clamp_min(0).masked_fill(~open_BK, 0.0))
+    before_BK = sorted_BK.cumsum(dim=1) - sorted_BK
+    return (before_BK.gather(1, rank_BK) <= gamma) & open_BK
+
+
+def spaced_sets(score_BL: Tensor, distance: int, sets: int) -> Tensor:
+    """The number of the set, from 1, that each position is in, and 0 if it is in none of the first `sets`. A set takes,
+    from the largest score down, every position left that is at least `distance` from those it has. A score of 0 is not
+    open; the others of a row differ. The largest within reach is always taken, so many are taken at once."""
+    near = min(distance, score_BL.shape[1]) - 1
+    turn_BL = torch.zeros_like(score_BL, dtype=torch.int64)
+
+    def around(x_BL: Tensor) -> Tensor:
+        return torch.nn.functional.max_pool1d(x_BL[:, None], 2 * near + 1, stride=1, padding=near)[:, 0]
+
+    for number in range(1, sets + 1):
+        left_BL = score_BL.masked_fill(turn_BL > 0, 0.0)
+        while bool((left_BL > 0).any()):
+            taken_BL = (left_BL == around(left_BL)) & (left_BL > 0)
+            turn_BL = turn_BL.masked_fill(taken_BL, number)
+            left_BL = left_BL.masked_fill(around(taken_BL.to(left_BL.dtype)) > 0, 0.0)
+    return turn_BL
+
+
+def rank(sure_BK: Tensor, open_BK: Tensor) -> Tensor:
     """0 for the surest open place of a row, then 1, ...; places that are not open come last."""
     order_BK = sure_BK.masked_fill(~open_BK, -torch.inf).argsort(dim=1, descending=True, stable=True)
     rank_K = torch.arange(order_BK.shape[1], device=order_BK.device)
@@ -149,6 +189,17 @@ def dream_counts(masked: int, steps: int) -> np.ndarray:
         counts.append(left if k == steps - 1 else int(left * (1 - times[k + 1] / times[k])))
         left -= counts[-1]
     return np.array(counts)
+
+
+def dus_levels(block: int) -> np.ndarray:
+    """DUS with base 2: the call, from 0, that writes each offset of a block."""
+    level_B, stride, k = np.full(block, -1), block // 2, 0
+    while stride >= 1:
+        level_B[(np.arange(block) % stride == 0) & (level_B < 0)] = k
+        stride, k = stride // 2, k + 1
+    level_B[level_B < 0] = k  # a block of one position
+    sizes = np.bincount(level_B)
+    return np.minimum(level_B, len(sizes) - 2) if len(sizes) > 1 and sizes[-1] < sizes[-2] else level_B
 
 
 # ---------------------------------------------------------------------------------------------- masking again: ReMDM
@@ -236,6 +287,9 @@ class Rule:
     sure: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     which: Callable[[Tensor, Tensor, float], Tensor] | None = None  # of adaptive rules; the others take the surest
     rates: Callable[..., Rates] | None = None
+    spaced: bool = False  # the surest that keep a distance, in sets
+    levels: Callable[[int], np.ndarray] | None = None  # of a block: the call that writes each offset
+    own_order: bool = False  # named in `changes_law` though it looks at no draw
 
     @property
     def planned(self) -> bool:
@@ -245,10 +299,16 @@ class Rule:
     @property
     def adaptive(self) -> bool:
         """Does the rule find its own number of steps?"""
-        return self.which is not None
+        return self.which is not None or self.spaced or self.levels is not None
+
+    @property
+    def bounded(self) -> bool:
+        """Can its likelihood be computed: does it look at no draw, and mask nothing again?"""
+        return self.rates is None and self.sure in (None, negative_entropy, margin)
 
     def __str__(self) -> str:
-        numbers = [*map(number_text, self.numbers), *([] if self.block is None else [str(self.block)])]
+        shown = self.numbers[:1] if self.spaced and self.numbers[1] == 1 else self.numbers
+        numbers = [*map(number_text, shown), *([] if self.block is None else [str(self.block)])]
         return ":".join([self.name, *numbers])
 
     def check(self) -> Rule:
@@ -256,6 +316,8 @@ class Rule:
         for value, (low, high) in zip(self.numbers, self.limits, strict=True):
             if not low < value <= high:
                 raise UserError(f"the numbers of {self.name} must lie above {low:g} and at most at {high:g}: {self}")
+        if self.spaced and any(value != int(value) for value in self.numbers):
+            raise UserError(f"{self.name}:D:N takes whole numbers, not {self}")
         if self.block is not None and self.block < 1:
             raise UserError(f"the block length must be at least 1, not {self.block}")
         if self.block is not None and not self.takes_block:
@@ -287,6 +349,21 @@ RULES = (
     Rule(
         "factor", False, "Fast-dLLM", (1.0,), ((0.0, 1e6),), takes_block=True, sure=own_probability, which=within_factor
     ),
+    Rule(
+        "surest", True, "relaylm", (16, 1), ((0.0, 1e6), (0.0, 1e6)), sure=negative_entropy, spaced=True, own_order=True
+    ),
+    Rule(
+        "eb",
+        True,
+        "EB-Sampler",
+        (0.1,),
+        ((0.0, 1e6),),
+        takes_block=True,
+        sure=negative_entropy,
+        which=within_entropy,
+        own_order=True,
+    ),
+    Rule("dus", True, "DUS", block=32, takes_block=True, levels=dus_levels, own_order=True),
     Rule("remdm-cap", True, "ReMDM", (0.008,), (_unit,), rates=cap),
     Rule("remdm-rescale", True, "ReMDM", (0.015,), (_unit,), rates=rescale),
     Rule("remdm-conf", False, "ReMDM", rates=conf),
@@ -295,8 +372,8 @@ RULES = (
 
 NOTATION = (
     "ancestral, random[:BLOCK], low-confidence[:BLOCK], dream-origin, dream-maskgit, dream-entropy, dream-margin, "
-    "threshold[:C[:BLOCK]], factor[:F[:BLOCK]], remdm-cap[:ETA], remdm-rescale[:ETA], remdm-conf, "
-    "remdm-loop[:ETA:ON:OFF:ALPHA]"
+    "threshold[:C[:BLOCK]], factor[:F[:BLOCK]], surest[:D[:N]], eb[:GAMMA[:BLOCK]], dus[:BLOCK], "
+    "remdm-cap[:ETA], remdm-rescale[:ETA], remdm-conf, remdm-loop[:ETA:ON:OFF:ALPHA]"
 )
 
 
@@ -318,7 +395,7 @@ def parse_rule(text: str, block_length: int | None = None) -> Rule:
         raise UserError(f"{text!r} has too many numbers or a broken one; the rules are {NOTATION}")
     if extra and block_length is not None:
         raise UserError(f"the block length is given twice: {extra[0]:g} in {text!r} and {block_length}")
-    block = int(extra[0]) if extra else block_length
+    block = int(extra[0]) if extra else rule.block if block_length is None else block_length
     return replace(rule, numbers=(*numbers, *rule.numbers[len(numbers) :]), block=block).check()
 
 
@@ -354,6 +431,20 @@ def counts_of(rule: Rule, given_nL: np.ndarray, steps: int) -> np.ndarray:
     free_nb = np.stack([((block_nL == b) & (given_nL < 0)).sum(axis=1) for b in range(blocks)], axis=1)
     known = {int(free): rule.counts(int(free), steps // blocks) for free in np.unique(free_nb)}
     return np.stack([np.concatenate([known[int(free)] for free in row]) for row in free_nb])
+
+
+def level_calls(rule: Rule, given_nL: np.ndarray) -> np.ndarray:
+    """The call that writes each position, (n, L) from 1 up, 0 where given: block after block, by its levels. Calls that
+    would write nothing are left out."""
+    assert rule.levels is not None and rule.block is not None
+    free_nL, length = given_nL < 0, given_nL.shape[1]
+    size = min(rule.block, length)
+    after_nL = np.maximum(np.arange(length)[None, :] - free_nL.argmax(axis=1)[:, None], 0)
+    key_nL = np.where(free_nL, after_nL // size * size + rule.levels(size)[after_nL % size] + 1, 0)
+    there_nk = np.zeros((len(key_nL), int(key_nL.max(initial=0)) + 1), dtype=np.int64)
+    np.put_along_axis(there_nk, key_nL, 1, axis=1)
+    there_nk[:, 0] = 0
+    return np.take_along_axis(there_nk.cumsum(axis=1), key_nL, axis=1) * free_nL
 
 
 def planned(rule: Rule, plan: Plan, times: tuple[float, ...]) -> Plan:

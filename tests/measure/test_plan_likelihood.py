@@ -6,11 +6,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers import TableDenoiser, p_value
 
-from relaylm import FromLogits, Schedule
+from relaylm import FromLogits, Schedule, UserError, make_plan
 from relaylm.core.spacing import spaced_calls
 from relaylm.measure.plan_likelihood import plan_bound
 from relaylm.measure.schedule_likelihood import measure_table, schedule_bound
+from relaylm.sampling.confidence import decode
+from relaylm.sampling.rules import parse_rule
 
 V, MASK, L = 2, 2, 3
 
@@ -74,3 +77,37 @@ def test_schedules_share_their_plans() -> None:
     rows = np.random.default_rng(0).integers(0, V, (5, L))
     one, two = (plan_bound({"a": toy(1)}, Schedule.parse(f"a:100% spaced:{d}"), rows, MASK, seed=4) for d in (3, 7))
     np.testing.assert_array_equal(one.nats_N, two.nats_N)
+
+
+@pytest.mark.parametrize("text", ["surest:2", "surest:2:2", "surest:4", "eb:0.6", "eb:1:2", "dus:4", "dus:2"])
+@pytest.mark.parametrize("schedule", ["a:100%", "a:50% b:50%"])
+def test_a_rule_without_chance_has_its_exact_likelihood(text: str, schedule: str) -> None:
+    """Over all rows the probabilities add up to 1, and samples follow them."""
+    models, rule = {"a": TableDenoiser(1, 4, 3), "b": TableDenoiser(2, 4, 3)}, parse_rule(text)
+    rows = np.array(list(itertools.product(range(3), repeat=4)))
+    found = plan_bound(models, Schedule.parse(schedule), rows, 3, rule=rule, batch_size=32)
+    law = {tuple(row): float(p) for row, p in zip(rows.tolist(), np.exp(-found.nats_N), strict=True)}
+    assert sum(law.values()) == pytest.approx(1)
+    samples = decode(
+        models, Schedule.parse(schedule), make_plan(8000, 4, 5), rule, mask_id=3, batch_size=2000
+    )  # fmt: skip
+    assert p_value(samples.tokens, law, 3) > 1e-3
+    assert samples.changes_law == (f"rule={rule}",)
+
+
+@pytest.mark.parametrize(("text", "steps"), [("random", 2), ("ancestral", 3), ("dream-entropy", 3)])
+def test_rules_with_steps_have_a_bound(text: str, steps: int) -> None:
+    """No smaller than the enumerated likelihood, and equal to it where nothing is left to chance."""
+    rows = np.repeat(list(itertools.product(range(V), repeat=L)), 400, axis=0)
+    found = plan_bound(MODELS, Schedule.parse("a:100%"), rows, MASK, rule=parse_rule(text), steps=steps)
+    total = np.exp(-found.nats_N.reshape(-1, 400)).mean(axis=1).sum()
+    assert total == pytest.approx(1, abs=1e-9 if text == "dream-entropy" else 0.05)
+
+
+@pytest.mark.parametrize("text", ["low-confidence", "threshold:0.5", "remdm-cap:0.1"])
+def test_rules_that_look_at_draws_have_none(text: str) -> None:
+    rule = parse_rule(text)
+    with pytest.raises(UserError, match="no likelihood bound"):
+        plan_bound(
+            MODELS, Schedule.parse("a:100%"), np.zeros((2, L)), MASK, rule=rule, steps=None if rule.adaptive else 2
+        )

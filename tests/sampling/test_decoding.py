@@ -59,6 +59,12 @@ EVERY = (
     "threshold:0.4:5",
     "factor:1",
     "factor:2:5",
+    "surest:3",
+    "surest:2:3",
+    "eb:2",
+    "eb:1:5",
+    "dus:5",
+    "dus:8",
     "remdm-cap:0.3",
     "remdm-rescale:0.5",
     "remdm-conf",
@@ -219,6 +225,69 @@ def fast_dllm(row: Literal, rule: Rule, steps: int) -> None:
                 row.write(model, j, seen[j][0])
 
 
+def surest(row: Literal, rule: Rule, steps: int) -> None:
+    """Rising entropy, at least a distance apart; with N sets at a look, the others follow in calls of their own."""
+    distance, sets = map(int, rule.numbers)
+    while left := row.masked():
+        for k in range(sets):
+            if not row.masked():
+                break
+            t = len(row.masked()) / len(row.free)
+            model = row.model_at(t)
+            row.draws = [0] * len(row.x)  # draws that were not kept decided nothing
+            if k == 0:
+                seen = row.look(model, t, left)
+                order = sorted(left, key=lambda j: (-how_sure(rule.name, seen[j]), j))
+            taken: list[int] = []
+            for j in order:
+                if all(abs(j - other) >= distance for other in taken):
+                    taken.append(j)
+            order = [j for j in order if j not in taken]
+            if k > 0 and taken:
+                seen = row.look(model, t, sorted(taken))
+            for j in taken:
+                row.write(model, j, seen[j][0])
+
+
+def eb_sampler(row: Literal, rule: Rule, steps: int) -> None:
+    """EB-Sampler: rising entropy, as many as keep their sum less the largest within the bound."""
+    for block in row.blocks(rule.block):
+        while here := [j for j in block if row.x[j] == row.mask_id]:
+            t = len(row.masked()) / len(row.free)
+            model = row.model_at(t)
+            seen = row.look(model, t, here)
+            entropy = {j: -how_sure(rule.name, seen[j]) for j in here}
+            order = sorted(here, key=lambda j: (entropy[j], j))
+            for count in range(len(order), 0, -1):
+                first = [entropy[j] for j in order[:count]]
+                if count == 1 or sum(first) - max(first) <= rule.numbers[0]:
+                    break
+            for j in order[:count]:
+                row.write(model, j, seen[j][0])
+            row.draws = [0] * len(row.x)  # draws that were not kept decided nothing
+
+
+def dus(row: Literal, rule: Rule, steps: int) -> None:
+    """DUS: in each block strides B // 2, B // 4, ..., 1; a smaller last level joins the one before it."""
+    assert rule.block is not None
+    size, first = min(rule.block, len(row.x)), row.free[0]
+    for start in range(first, len(row.x), size):
+        levels: list[list[int]] = []
+        stride = size // 2
+        while stride >= 1:
+            done = {j for level in levels for j in level}
+            levels.append([j for j in range(size) if j % stride == 0 and j not in done])
+            stride //= 2
+        if len(levels) > 1 and len(levels[-1]) < len(levels[-2]):
+            levels[-2:] = [levels[-2] + levels[-1]]
+        for level in levels:
+            if due := sorted(start + j for j in level if start + j in row.masked()):
+                t = len(row.masked()) / len(row.free)
+                model = row.model_at(t)
+                for j, (token, _, _) in row.look(model, t, due).items():
+                    row.write(model, j, token)
+
+
 def remdm_rates(rule: Rule, t: float, s: float) -> tuple[float, float, float]:
     """alpha_t, alpha_s and sigma (for conf: sigma_max)."""
     a_t, a_s = 1 - t, 1 - s
@@ -267,7 +336,8 @@ def remdm(row: Literal, rule: Rule, steps: int) -> None:
 
 
 def literal(rule: Rule) -> Callable[[Literal, Rule, int], None]:
-    return {"LLaDA": llada, "Dream": dream, "Fast-dLLM": fast_dllm, "ReMDM": remdm}[rule.source]
+    own = {"relaylm": surest, "EB-Sampler": eb_sampler, "DUS": dus}
+    return {"LLaDA": llada, "Dream": dream, "Fast-dLLM": fast_dllm, "ReMDM": remdm, **own}[rule.source]
 
 
 # ------------------------------------------------------------------------------------------------ small models
@@ -632,11 +702,12 @@ def test_the_exact_flag_tells_the_truth(rule: Rule) -> None:
         rule = replace(rule, counts=llada_counts)
     if rule.source == "Fast-dLLM":
         rule = parse_rule(f"{rule.name}:{1.0 if rule.name == 'threshold' else 1e-6}")
+    rule = parse_rule(one) if (one := {"eb": "eb:1e-9", "dus": "dus:1"}.get(rule.name)) else rule
     n = 3000
     samples = run({"a": model}, rule, 3, np.full((n, 3), -1), steps, batch_size=n)
     p = p_value(samples.tokens, law, 3)
     assert p > 1e-3 if rule.exact else p < 1e-6
-    assert bool(samples.changes_law) == (not rule.exact)
+    assert bool(samples.changes_law) == (not rule.exact or rule.own_order)
 
 
 @pytest.mark.parametrize("text", ["remdm-cap:0.3", "remdm-rescale:0.5", "remdm-conf", "remdm-loop:0.2:0.6:0.2:0.7"])

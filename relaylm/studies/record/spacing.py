@@ -1,21 +1,23 @@
-"""What spaced plans lose in likelihood, measured and predicted: the table of pairs, and the bound of each plan.
+"""What plans and rules lose in likelihood, measured and predicted: the table of pairs, and the bound of each.
 
-    python -m relaylm.studies.record.spacing FAMILY OUT.json [--rows 160] [--pair-rows 160] [--device cuda]
+    python -m relaylm.studies.record.spacing FAMILY OUT.json [--rows 160] [--pair-rows 160] [--plans uniform:256,...]
 
-Rows are the family's held-out text. Every plan is measured on the same rows with the same seed, and its loss is the
-paired difference to T = L uniform steps, in hundredths of a nat for one position. OUT.json has the table, losses and
-their predictions.
+Rows are the family's held-out text. Everything is measured on the same rows with the same seed, and a loss is the
+paired difference to the first plan, T = L uniform steps, in hundredths of a nat for one position. Plans are written
+`uniform:T` (or `inf`), `spaced:D[:prefix]`, or as a decoding rule that has a bound (`surest:11`, `eb:1`, `dus:64`).
+OUT.json has the table, losses with what they cost, and predictions where the plan alone decides. It is written after
+every chunk of rows; a run that is stopped leaves the rows it has, and is continued by the same command.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from relaylm.core.schedule import Schedule, Spacing
 from relaylm.errors import UserError
@@ -26,10 +28,12 @@ from relaylm.measure.pairs import PairTable, default_spacing, measure_pairs, spa
 from relaylm.measure.plan_likelihood import plan_bound
 from relaylm.measure.provenance import how_made
 from relaylm.models.family import Family
+from relaylm.sampling.rules import Rule, parse_rule
 
-DISTANCES = (5, 8, 11, 16, 25, 40, 64)
-PREFIXES = (11, 25)
-STEPS = (64, 32, 16)
+PLANS = (
+    "uniform:64,uniform:32,uniform:16,spaced:5,spaced:8,spaced:11,spaced:16,spaced:25,spaced:40,spaced:64,"
+    "spaced:11:prefix,spaced:25:prefix"
+)
 
 
 def main() -> None:
@@ -38,51 +42,78 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--rows", type=int, default=160)
     parser.add_argument("--pair-rows", type=int, default=160)
+    parser.add_argument("--plans", default=PLANS, help=f"beside uniform steps as many as positions (default: {PLANS})")
+    parser.add_argument("--chunk", type=int, default=32, help="rows between two writes of OUT.json")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--single", action="store_true", help="also one position at a time (T = infinity)")
+    parser.add_argument("--dtype", help="of the blocks; the table of pairs is measured in float32 always")
     options = parser.parse_args()
-    family = Family.load(options.family, device=options.device)
-    exact = Family.load(options.family, device=options.device, dtype="float32")  # rounding would look like information
+    family = Family.load(options.family, device=options.device, dtype=options.dtype)
     if (text := held_out(family)) is None:
         raise UserError(f"{options.family} has no held-out text beside it (heldout.txt)")
     heavy, length = family.roles()[1], family.length
-    pair_rows = spread_rows(text, length, options.pair_rows)
-    table = measure_pairs(exact[heavy], pair_rows, family.mask_id, device=exact.device, name=heavy, progress=True)
+    labels = list(dict.fromkeys([f"uniform:{length}", *options.plans.split(",")]))
+    asked = [read_plan(label) for label in labels]
     rows_NL = spread_rows(text, length, options.rows)
-    found: list[dict[str, Any]] = []
-    about = {"family": {"name": family.name, "digest": family.digest}, "model": heavy, "seed": 0, "rows": len(rows_NL)}
-    for label, schedule, steps in plans(heavy, length, options.single):
-        got = plan_bound(
-            {heavy: family[heavy]}, schedule, rows_NL, family.mask_id, steps=steps, device=family.device,
-            batch_size=options.batch_size, progress=True,
-        )  # fmt: skip
-        found.append({"plan": label, **measured(got.nats_N, found, length), **got.to_json()})
-        found[-1]["predicted"] = 100 * predicted(table, schedule.spacing, steps, length)
-        found[-1]["nats"] = got.nats_N.tolist()
-        print({key: value for key, value in found[-1].items() if key != "nats"}, flush=True)
+    about = {"family": {"name": family.name, "digest": family.digest}, "model": heavy, "seed": 0}
+    about["precision"] = family.precision
+    known = json.loads(options.out.read_text()) if options.out.exists() else {}
+    same = all(known.get(key) == value for key, value in about.items())
+    nats: dict[str, list[float]] = {p["plan"]: p["nats"] for p in known.get("plans", []) if same}
+    spent: dict[str, list[float]] = {p["plan"]: [p["calls"], p["flops"]] for p in known.get("plans", []) if same}
+    if same:
+        table = PairTable.from_json(known["pairs"])
+    else:
+        exact = Family.load(options.family, device=options.device, dtype="float32")  # rounding looks like information
+        pair_rows = spread_rows(text, length, options.pair_rows)
+        table = measure_pairs(exact[heavy], pair_rows, family.mask_id, device=exact.device, name=heavy, progress=True)
+    for start in range(0, len(rows_NL), options.chunk):
+        for label, (spacing, steps, rule) in zip(labels, asked, strict=True):
+            done = len(nats.setdefault(label, []))
+            if done >= min(start + options.chunk, len(rows_NL)):
+                continue
+            got = plan_bound(
+                {heavy: family[heavy]}, Schedule(Schedule.parse(f"{heavy}:100%").segments, spacing=spacing),
+                rows_NL[done : start + options.chunk], family.mask_id, steps=steps, rule=rule, first_row=done,
+                device=family.device, batch_size=options.batch_size,
+            )  # fmt: skip
+            assert got.cost is not None and got.cost.flops is not None
+            before = spent.get(label, [0.0, 0.0])
+            total = np.array(before) * done + [got.cost.total_calls, got.cost.flops]
+            nats[label] += got.nats_N.tolist()
+            spent[label] = (total / len(nats[label])).tolist()
+        found = [entry(label, nats, spent, table, length) for label in labels]
         summary = {"default_spacing": str(default_spacing(table, length)), "correlation": correlation(found)}
-        torch.cuda.empty_cache()
-        write_json(
-            options.out, {**about, **how_made(family.device), **summary, "plans": found, "pairs": table.to_json()}
-        )
+        rows = {"rows": len(nats[labels[0]]), "length": length}
+        how = how_made(family.device)
+        write_json(options.out, {**about, **rows, **how, **summary, "plans": found, "pairs": table.to_json()})
+        print(rows, summary, {p["plan"]: round(p["loss"], 2) for p in found}, flush=True)
 
 
-def plans(heavy: str, length: int, single: bool) -> list[tuple[str, Schedule, float | None]]:
-    """What is measured: a label, the schedule, its steps. The first is what losses are relative to."""
-    alone = Schedule.parse(f"{heavy}:100%")
-    spaced = [Spacing(d) for d in DISTANCES] + [Spacing(d, "prefix") for d in PREFIXES]
-    found: list[tuple[str, Schedule, float | None]] = [(f"uniform:{length}", alone, length)]
-    found += [(f"uniform:{steps}", alone, steps) for steps in STEPS if steps < length]
-    found += [(str(s), Schedule(alone.segments, spacing=s), None) for s in spaced if s.distance < length]
-    return found + ([("uniform:inf", alone, math.inf)] if single else [])
+def read_plan(label: str) -> tuple[Spacing | None, float | None, Rule | None]:
+    """The spacing, the steps and the rule of a plan; what it has not is None."""
+    kind, _, what = label.partition(":")
+    if kind == "uniform":
+        return None, math.inf if what == "inf" else int(what), None
+    return (Spacing.parse(label), None, None) if kind == "spaced" else (None, None, parse_rule(label))
 
 
-def measured(nats_N: np.ndarray, before: list[dict[str, Any]], length: int) -> dict[str, Any]:
-    """The loss against the first plan and its 95% interval, hundredths of a nat a position."""
-    first_N = np.array(before[0]["nats"]) if before else nats_N
-    loss, low, high = (float(v) for v in metrics.mean_interval(100 * (nats_N - first_N) / length))
-    return {"loss": loss, "loss_ci": [low, high]}
+def entry(
+    label: str, nats: dict[str, list[float]], spent: dict[str, list[float]], table: PairTable, length: int
+) -> dict[str, Any]:
+    """A plan's loss against the first one with its 95% interval, hundredths of a nat a position, its cost for a row and
+    the share of the first one's operations that it saves."""
+    first = next(iter(nats))
+    n = min(len(nats[label]), len(nats[first]))
+    own_N, first_N = np.array(nats[label][:n]), np.array(nats[first][:n])
+    loss, low, high = (float(v) for v in metrics.mean_interval(100 * (own_N - first_N) / length))
+    bits, bits_low, bits_high = (float(v) for v in metrics.mean_interval(own_N / (length * np.log(2))))
+    calls, flops = spent[label]
+    out = {"plan": label, "loss": loss, "loss_ci": [low, high], "bits": bits, "ci": [bits_low, bits_high], "rows": n}
+    out |= {"calls": calls, "flops": flops, "saved": 1 - flops / spent[first][1]}
+    spacing, steps, rule = read_plan(label)
+    out["predicted"] = None if rule is not None else 100 * predicted(table, spacing, steps, length)
+    return {**out, "nats": nats[label]}
 
 
 def predicted(table: PairTable, spacing: Spacing | None, steps: float | None, length: int) -> float:
@@ -94,9 +125,8 @@ def predicted(table: PairTable, spacing: Spacing | None, steps: float | None, le
 
 def correlation(found: list[dict[str, Any]]) -> float | None:
     """Pearson's r of measured and predicted losses."""
-    if len(found) < 3:
-        return None
-    return float(np.corrcoef([row["loss"] for row in found], [row["predicted"] for row in found])[0, 1])
+    both = [(row["loss"], row["predicted"]) for row in found if row["predicted"] is not None]
+    return float(np.corrcoef(*zip(*both, strict=True))[0, 1]) if len(both) > 2 else None
 
 
 if __name__ == "__main__":
