@@ -347,7 +347,7 @@ def rules() -> dict[str, Run]:
     looser = {"threshold": "threshold:0.5", "factor": "factor:2", "remdm-cap": "remdm-cap:0.3"}
     looser |= {"remdm-rescale": "remdm-rescale:0.5", "remdm-loop": "remdm-loop:0.05:0.6:0.2:0.8"}
     runs: dict[str, Run] = {}
-    for name in (rule.name for rule in RULES):
+    for name in (rule.name for rule in RULES if not rule.own_order):  # those were not there when this was recorded
         adaptive = parse_rule(name).adaptive
         steps = {} if adaptive else {"steps": 8}
         runs[f"rule-{name}"] = wiki_run("4b", 2, rule=name, seed=1, length=24, **steps)
