@@ -1,0 +1,1 @@
+"""Quality and price: judge, likelihood, importance, pairs, comparisons, prices and the store of results."""

@@ -1,0 +1,1 @@
+"""The best schedule in a budget."""

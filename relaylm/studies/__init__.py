@@ -1,0 +1,1 @@
+"""Experiments made of everything below; used by the command line alone."""

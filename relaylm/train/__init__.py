@@ -1,0 +1,1 @@
+"""Corpora, recipes, one readable training loop, families, light siblings."""

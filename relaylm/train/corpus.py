@@ -15,9 +15,7 @@ tokenizer's own files. The *last* `holdout` share of the text is held out and ne
 What counts as a document, and how a source is read, is in `relaylm.models.text`. Nothing is held in memory but a few
 megabytes of text, which are encoded together on all cores (where the tokenizer can), so the corpus may be of any size:
 it is read two times (to count, and to encode), three if a BPE vocabulary is trained, which sees the training part
-alone.
-
-A corpus is written beside its final place and renamed when it is whole, so there are no half-written ones.
+alone. A corpus is written beside its final place and renamed when it is whole.
 
 Shapes: B rows, L positions, N tokens.
 """
@@ -43,7 +41,7 @@ FORMAT = 1
 PACKINGS = ("running", "wrap", "pad")
 SPLITS = ("train", "heldout")
 _TOGETHER = 1 << 22  # characters that are encoded at once
-_VERIFY_BELOW = 1 << 30  # bytes: larger token files are checked for their size only, unless told
+_VERIFY_BELOW = 1 << 30  # bytes: of larger token files only the size is checked
 
 
 # ---------------------------------------------------------------------------------------------------- writing tokens
@@ -53,8 +51,7 @@ class _Tokens:
     """A token file being written, and its hash."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
-        self.path, self.dtype, self.count = path, dtype, 0
-        self.hash = hashlib.sha256()
+        self.name, self.dtype, self.count, self.hash = path.name, dtype, 0, hashlib.sha256()
         self.file: BinaryIO = open(path, "wb")  # noqa: SIM115  (closed by `close`)
 
     def write(self, ids: np.ndarray) -> None:
@@ -75,65 +72,59 @@ class _Packer:
         self.tokenizer, self.packing, self.length = tokenizer, packing, length or 0
         self.tokens = _Tokens(folder / f"{split}.bin", token_dtype(tokenizer.size))
         self.rows = _Tokens(folder / f"{split}.rows", np.dtype(np.int32)) if packing == "pad" else None
-        self.pending: list[np.ndarray] = []
-        self.waiting = self.characters = self.documents = self.truncated = 0
-        self.eos, self.bos = tokenizer.eos_id, tokenizer.bos_id
-        self.row: list[np.ndarray] = []  # pad: the pieces of the sentence at hand
+        self.waiting: list[np.ndarray] = []  # wrap: the stream that is not a full chunk yet; pad: the sentence at hand
+        self.left = self.characters = self.documents = self.truncated = 0  # left: tokens that are waiting
 
     def add(self, text: str, end: bool, tokens: list[int]) -> None:
         self.characters += len(text)
         self.documents += end
         ids = np.asarray(tokens, dtype=np.int64)
         if self.packing == "running":
-            self.tokens.write(ids)
-        elif self.packing == "wrap":
-            assert self.eos is not None
-            self.pending.append(np.append(ids, self.eos) if end else ids)
-            self.waiting += len(self.pending[-1])
-            if self.waiting >= 64 * self.length:
-                self._flush_chunks()
-        else:
-            self.row.append(ids)
-            if end:
-                self._write_row(np.concatenate(self.row))
-                self.row = []
+            return self.tokens.write(ids)
+        if self.packing == "wrap":
+            assert self.tokenizer.eos_id is not None
+            self.waiting.append(np.append(ids, self.tokenizer.eos_id) if end else ids)
+            self.left += len(self.waiting[-1])
+            if self.left >= 64 * self.length:
+                self._write_chunks()
+            return None
+        self.waiting.append(ids)
+        return self._write_sentence() if end else None
 
-    def _flush_chunks(self) -> None:
+    def _write_chunks(self) -> None:
         """wrap: every full chunk of L - 2 tokens as bos, chunk, eos; the rest waits."""
         first, last = wrap_marks(self.tokenizer)
         assert first is not None and last is not None
-        stream, inner = np.concatenate(self.pending), self.length - 2
+        stream, inner = np.concatenate(self.waiting), self.length - 2
         whole = len(stream) // inner
         rows = np.full((whole, self.length), last, dtype=np.int64)
         rows[:, 0] = first
         rows[:, 1:-1] = stream[: whole * inner].reshape(whole, inner)
         self.tokens.write(rows.ravel())
-        self.pending, self.waiting = [stream[whole * inner :]], len(stream) - whole * inner
+        self.waiting, self.left = [stream[whole * inner :]], len(stream) - whole * inner
 
-    def _write_row(self, ids: np.ndarray) -> None:
+    def _write_sentence(self) -> None:
+        """pad: bos, sentence, eos and padding, as far as the tokenizer has them."""
         assert self.rows is not None
-        before = [] if self.bos is None else [self.bos]
-        after = [] if self.eos is None else [self.eos]
-        room = self.length - len(before) - len(after)
+        bos, eos, pad = (
+            [] if i is None else [i] for i in (self.tokenizer.bos_id, self.tokenizer.eos_id, self.tokenizer.pad_id)
+        )
+        ids, room = np.concatenate(self.waiting), self.length - len(bos) - len(eos)
         self.truncated += max(0, len(ids) - room)
-        real = np.concatenate([np.array(before, dtype=np.int64), ids[:room], np.array(after, dtype=np.int64)])
-        row = np.full(self.length, next((i for i in (self.tokenizer.pad_id, self.eos) if i is not None), 0))
-        row[: len(real)] = real
-        self.tokens.write(row)
+        real = [*bos, *ids[:room].tolist(), *eos]
+        self.tokens.write(np.array(real + [*pad, *eos, 0][:1] * (self.length - len(real))))
         self.rows.write(np.array([len(real)]))
+        self.waiting = []
 
     def close(self) -> dict[str, Any]:
-        if self.pending:
-            self._flush_chunks()
-        files = {self.tokens.path.name: self.tokens.close()}
-        if self.rows is not None:
-            files[self.rows.path.name] = self.rows.close()
+        if self.packing == "wrap" and self.waiting:
+            self._write_chunks()
         return {
             "characters": self.characters,
             "documents": self.documents,
             "tokens": self.tokens.count,
-            "dropped_tokens": self.waiting + self.truncated,
-            "files": files,
+            "dropped_tokens": self.left + self.truncated,
+            "files": {file.name: file.close() for file in (self.tokens, self.rows) if file is not None},
         }
 
 
@@ -143,18 +134,20 @@ def token_dtype(size: int) -> np.dtype:
     return np.dtype(kind).newbyteorder("<")
 
 
-def train_bpe(texts: Iterator[str], size: int) -> JsonTokenizer:
+def train_bpe(texts: Iterator[str], size: str) -> JsonTokenizer:
     """A byte-level BPE vocabulary of `size` entries, <|endoftext|> among them, in the manner of GPT-2's."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    if size < 257:
-        raise UserError(f"a byte-level BPE vocabulary has at least 257 entries (256 bytes and an end mark), not {size}")
+    if not size.isdigit() or int(size) < 257:
+        raise UserError(
+            f"write the size of a BPE vocabulary as bpe:8192, at least 257 (256 bytes and an end mark), not bpe:{size}"
+        )
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size,
+        vocab_size=int(size),
         special_tokens=["<|endoftext|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -190,13 +183,14 @@ def prepare(
     if not 0 <= holdout < 1:
         raise UserError(f"the held-out share must be at least 0 and below 1, not {holdout}")
     length = None if packing == "running" else length
-    texts = find_sources(sources)
-    out = Path(out_folder).expanduser()
+    texts, out = find_sources(sources), Path(out_folder).expanduser()
+    chosen: Tokenizer | None = None
+    if not (isinstance(tokenizer, str) and tokenizer.startswith("bpe:")):
+        chosen = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+    named = isinstance(tokenizer, str) and not Path(tokenizer).exists()
     request = {
         "sources": [source.fingerprint() for source in texts],
-        "tokenizer": tokenizer
-        if isinstance(tokenizer, str) and not Path(tokenizer).exists()
-        else _tokenizer_json(tokenizer),
+        "tokenizer": tokenizer if named or chosen is None else chosen.to_json(),
         "packing": packing,
         "length": length,
         "holdout": holdout,
@@ -211,7 +205,7 @@ def prepare(
         raise UserError(f"{out} exists and is not a corpus: choose another folder")
 
     total = 0
-    with _bar("count", None, progress) as bar:
+    with progress_bar("count", None, "char", progress) as bar:
         for text, _ in pieces(texts, packing):
             total += len(text)
             bar.update(len(text))
@@ -220,7 +214,7 @@ def prepare(
     def split(label: str) -> Iterator[tuple[str, str, bool]]:
         """(split, piece, end) in order. Running text is cut at the very character, documents where one begins."""
         position, held, begins = 0, False, True
-        with _bar(label, total, progress) as bar:
+        with progress_bar(label, total, "char", progress) as bar:
             for text, end in pieces(texts, packing):
                 if packing == "running" and position < cut < position + len(text):
                     yield "train", text[: cut - position], False
@@ -231,14 +225,9 @@ def prepare(
                 position, begins = position + len(text), end
                 bar.update(len(text))
 
-    chosen: Tokenizer
-    if isinstance(tokenizer, str) and tokenizer.startswith("bpe:"):
-        size = tokenizer.removeprefix("bpe:")
-        if not size.isdigit():
-            raise UserError(f"write the size of a BPE vocabulary as bpe:8192, not {tokenizer!r}")
-        chosen = train_bpe((text for part, text, _ in split("bpe") if part == "train"), int(size))
-    else:
-        chosen = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+    if chosen is None:
+        texts_to_learn = (text for part, text, _ in split("bpe") if part == "train")
+        chosen = train_bpe(texts_to_learn, str(tokenizer).removeprefix("bpe:"))
     if packing == "wrap" and chosen.eos_id is None:
         raise UserError("packing 'wrap' joins documents by an end mark, which this tokenizer does not have")
 
@@ -249,6 +238,10 @@ def prepare(
             for (part, text, end), tokens in zip(group, encoded, strict=True):
                 packers[part].add(text, end, tokens)
         splits = {part: packer.close() for part, packer in packers.items()}
+        if not splits["train"]["tokens"]:
+            raise UserError("there is no training text: the sources are empty, or shorter than one row")
+        if holdout and not splits["heldout"]["tokens"]:
+            raise UserError(f"{holdout:.3g} of this text is less than one row: hold out more, or nothing (0)")
         for name, data in chosen.files().items():
             (new / name).write_bytes(data)
         vocab_size, mask_id = vocabulary(chosen)
@@ -263,14 +256,9 @@ def prepare(
             "licence": licence,
             "splits": splits,
         }
-        if not splits["train"]["tokens"]:
-            raise UserError("there is no training text: the sources are empty, or shorter than one row")
-        if holdout and not splits["heldout"]["tokens"]:
-            raise UserError(f"{holdout:.3g} of this text is less than one row: hold out more, or nothing (0)")
         write_json(new / "manifest.json", manifest)
 
-    out = write_folder(out, fill, overwrite=False)
-    return TokenFile.load(out, verify=False)
+    return TokenFile.load(write_folder(out, fill, overwrite=False), verify=False)
 
 
 def _groups(parts: Iterator[tuple[str, str, bool]]) -> Iterator[list[tuple[str, str, bool]]]:
@@ -284,14 +272,6 @@ def _groups(parts: Iterator[tuple[str, str, bool]]) -> Iterator[list[tuple[str, 
             group, size = [], 0
     if group:
         yield group
-
-
-def _tokenizer_json(tokenizer: str | Path | Tokenizer) -> dict[str, Any]:
-    return (load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer).to_json()
-
-
-def _bar(label: str, total: int | None, progress: bool) -> Any:
-    return progress_bar(label, total, "char", progress)
 
 
 # ----------------------------------------------------------------------------------------------------------- read
@@ -309,56 +289,50 @@ class TokenFile:
     heldout_real: np.ndarray | None = None
 
     @classmethod
-    def load(cls, folder: str | Path, verify: bool | None = None) -> TokenFile:
-        """Open a corpus. Sizes are always checked against the manifest; hashes if `verify`, which by default is done
-        for files below a gigabyte."""
+    def load(cls, folder: str | Path, verify: bool = True) -> TokenFile:
+        """Open a corpus. Sizes are always checked against the manifest, with `verify` the hashes of files below a
+        gigabyte too."""
         folder = Path(folder).expanduser()
         try:
             manifest = json.loads((folder / "manifest.json").read_text())
             if manifest["format"] != FORMAT:
                 raise UserError(f"{folder} has format {manifest['format']}, this version reads {FORMAT}")
-            length = manifest["length"]
             arrays: dict[str, np.ndarray] = {}
             for split in SPLITS:
                 for name, facts in manifest["splits"][split]["files"].items():
                     if name not in (f"{split}.bin", f"{split}.rows"):
                         raise KeyError(name)
                     arrays[name] = _open_array(folder / name, facts, verify)
-                if length is not None:
-                    arrays[f"{split}.bin"] = arrays[f"{split}.bin"].reshape(-1, length)
-            vocab_size, mask_id = int(manifest["vocab_size"]), int(manifest["mask_id"])
-            if not 0 <= mask_id < vocab_size or manifest["packing"] not in PACKINGS:
+                if manifest["length"] is not None:
+                    arrays[f"{split}.bin"] = arrays[f"{split}.bin"].reshape(-1, manifest["length"])
+            if not 0 <= int(manifest["mask_id"]) < int(manifest["vocab_size"]) or manifest["packing"] not in PACKINGS:
                 raise ValueError("mask_id")
             str(manifest["licence"]), dict(manifest["request"]), dict(manifest["tokenizer"])
+            real = arrays.get("train.rows"), arrays.get("heldout.rows")
+            return cls(folder, manifest, arrays["train.bin"], arrays["heldout.bin"], *real)
         except UserError:
             raise
         except FileNotFoundError as error:
-            raise UserError(
-                f"{folder} is not a corpus: {Path(error.filename or '').name} is missing (relaylm prepare makes one)"
-            ) from None
+            missing = Path(error.filename or "").name
+            raise UserError(f"{folder} is not a corpus: {missing} is missing (relaylm prepare makes one)") from None
         except OSError as error:
             raise UserError(f"cannot read the corpus {folder}: {error.strerror or error}") from None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{folder / 'manifest.json'} is damaged: prepare the corpus again") from None
-        return cls(
-            folder,
-            manifest,
-            arrays["train.bin"],
-            arrays["heldout.bin"],
-            arrays.get("train.rows"),
-            arrays.get("heldout.rows"),
-        )
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made it."""
         return load_tokenizer(self.manifest["tokenizer"], self.folder)
 
     @property
     def vocab_size(self) -> int:
+        """Token ids, the mask's included."""
         return int(self.manifest["vocab_size"])
 
     @property
     def mask_id(self) -> int:
+        """The mask's id, which does not occur in the text."""
         return int(self.manifest["mask_id"])
 
     @property
@@ -367,49 +341,44 @@ class TokenFile:
         files = {n: f for split in SPLITS for n, f in self.manifest["splits"][split]["files"].items()}
         return {name: facts["sha256"] for name, facts in files.items()}
 
-    def characters_per_token(self, split: str = "heldout") -> float:
-        facts = self.manifest["splits"][split]
+    def characters_per_token(self) -> float:
+        """Characters of the held-out source text for each of its tokens."""
+        facts = self.manifest["splits"]["heldout"]
         return float(facts["characters"] / max(1, facts["tokens"]))
 
-    def windows(self, length: int, split: str = "train") -> int:
-        """How many rows one pass over the text has."""
-        data = self._data(split)
-        if data.ndim == 2:
-            if data.shape[1] != length:
-                raise UserError(f"this corpus was packed in rows of {data.shape[1]}, not {length}")
-            return len(data)
-        if len(data) < length:
-            raise UserError(f"the {split} text has {len(data)} tokens, less than one row of {length}")
-        return max(1, (len(data) - length + 1) // length)
+    def windows(self, length: int) -> int:
+        """How many rows one pass over the training text has."""
+        if self.train.ndim == 2:
+            if self.train.shape[1] != length:
+                raise UserError(f"this corpus was packed in rows of {self.train.shape[1]}, not {length}")
+            return len(self.train)
+        if len(self.train) < length:
+            raise UserError(f"the training text has {len(self.train)} tokens, less than one row of {length}")
+        return max(1, (len(self.train) - length + 1) // length)
+
+    def phases(self, length: int) -> int:
+        """Running text: how many places the first window can start at so that all windows still fit."""
+        return 1 if self.train.ndim == 2 else min(length, len(self.train) - self.windows(length) * length + 1)
 
     def batch(
-        self, index_B: np.ndarray, length: int, phase: np.ndarray | int = 0, split: str = "train"
+        self, index_B: np.ndarray, length: int, phase: np.ndarray | int = 0
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Rows by number, and the real tokens in each (None: all). Running text is read as windows that start at
-        phase + index * length."""
-        data = self._data(split)
-        if data.ndim == 2:
-            real = self.train_real if split == "train" else self.heldout_real
-            return np.asarray(data[index_B]), None if real is None else np.asarray(real[index_B])
+        """Training rows by number, and the real tokens in each (None: all). Running text is read as windows that start
+        at phase + index * length."""
+        if self.train.ndim == 2:
+            real = None if self.train_real is None else np.asarray(self.train_real[index_B])
+            return np.asarray(self.train[index_B]), real
         start_B = phase + index_B * length
-        return np.asarray(data[start_B[:, None] + np.arange(length)]), None
-
-    def phases(self, length: int, split: str = "train") -> int:
-        """Running text: how many places the first window can start at so that all windows still fit."""
-        data = self._data(split)
-        return 1 if data.ndim == 2 else min(length, len(data) - self.windows(length, split) * length + 1)
-
-    def _data(self, split: str) -> np.ndarray:
-        return self.train if split == "train" else self.heldout
+        return np.asarray(self.train[start_B[:, None] + np.arange(length)]), None
 
 
-def _open_array(path: Path, facts: dict[str, Any], verify: bool | None) -> np.ndarray:
+def _open_array(path: Path, facts: dict[str, Any], verify: bool) -> np.ndarray:
     dtype = np.dtype(facts["dtype"])
     if dtype.name not in ("uint8", "uint16", "uint32", "int32"):
         raise ValueError("dtype")
     size, expected = path.stat().st_size, int(facts["count"]) * dtype.itemsize
     if size != expected:
         raise UserError(f"{path} has {size} bytes, its manifest says {expected}: prepare the corpus again")
-    if (size < _VERIFY_BELOW if verify is None else verify) and file_sha256(path) != facts["sha256"]:
+    if verify and size < _VERIFY_BELOW and file_sha256(path) != facts["sha256"]:
         raise UserError(f"{path} does not have the sha256 of its manifest: it was changed, prepare the corpus again")
     return np.memmap(path, dtype=dtype, mode="r") if size else np.zeros(0, dtype=dtype)

@@ -1,35 +1,30 @@
-"""Token files in, a family of denoisers out: `train_family`, and how fast a machine trains: `throughput`.
+"""Token files in, a family of denoisers out.
 
-The models of a family are trained one after the other, each a run of its own (`loop`), and written as one folder with
-a model card.
+The models of a family are trained one after the other, each a run of its own (`run`), and written as one folder with a
+model card.
 """
 
 from __future__ import annotations
 
 import sys
-import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from relaylm.errors import UserError
 from relaylm.files import write_json
 from relaylm.models.denoiser import Architecture, Transformer, build
+from relaylm.models.folder import save_family
 from relaylm.train import checkpoint
 from relaylm.train.corpus import TokenFile
-from relaylm.train.objective import Batches
 from relaylm.train.recipe import Preset, load_preset, override
 from relaylm.train.recipe import presets as presets
 from relaylm.train.run import CHECKPOINT, stage_file, train_model
-from relaylm.train.step import AVERAGE, MFU_FORMULA, Prefetch, Trainer, peak_tflops, training_flops, world
+from relaylm.train.step import AVERAGE, world
 
 TWIN = "-twin"
-
-# ------------------------------------------------------------------------------------------------------------ family
 
 
 def train_family(
@@ -53,64 +48,73 @@ def train_family(
     OUT/stages/STEP, families too. The end of the held-out text goes with the family, for whatever asks for such a text.
     A family that is there already and would be the same is left alone, with whatever was added to it or edited.
     """
-    from relaylm.models.folder import save_family
-
-    if isinstance(preset, Preset):
-        chosen = override(preset, **overrides)
-    else:
-        chosen = load_preset(preset, **overrides)
-    corpus = TokenFile.load(corpus_folder)
-    out = Path(out_folder).expanduser()
-    jobs = [(chosen.model_name(depth), depth, False, chosen.recipe.seed) for depth in sorted(chosen.depths)]
+    chosen = override(preset, **overrides) if isinstance(preset, Preset) else load_preset(preset, **overrides)
+    corpus, out, recipe = TokenFile.load(corpus_folder), Path(out_folder).expanduser(), chosen.recipe
+    jobs = {chosen.model_name(depth): (depth, False, recipe.seed) for depth in sorted(chosen.depths)}
     if chosen.twin is not None:
-        jobs.append((chosen.model_name(chosen.twin) + TWIN, chosen.twin, False, chosen.recipe.seed + 1))
+        jobs[chosen.model_name(chosen.twin) + TWIN] = chosen.twin, False, recipe.seed + 1
     if chosen.judge is not None:
-        jobs.append(("judge", chosen.judge, True, chosen.recipe.seed))
+        jobs["judge"] = chosen.judge, True, recipe.seed
     shapes = {
-        key: chosen.architecture(depth, corpus.vocab_size, corpus.mask_id, causal) for key, depth, causal, _ in jobs
+        key: chosen.architecture(depth, corpus.vocab_size, corpus.mask_id, causal)
+        for key, (depth, causal, _) in jobs.items()
     }
-    command = command or f"relaylm train --preset {chosen.name}"
+    command, title = command or f"relaylm train --preset {chosen.name}", name or chosen.name
     with world(device) as where:
         if where.main:
             settings = {"preset": chosen.to_json(), "corpus": corpus.manifest, "command": command}
             write_json(out / "config.json", {**settings, "torch": torch.__version__})
-        summaries = {}
-        for key, _, _, seed in jobs:
-            summaries[key] = train_model(
-                corpus,
-                out / "models" / key,
-                shapes[key],
-                chosen.recipe,
-                seed=seed,
-                where=where,
-                label=key,
-                progress=progress,
-                force=force,
-            )
+        summaries: dict[str, dict[str, Any]] = {}
+        same: dict[str, Any] = {"where": where, "progress": progress, "force": force}
+        for key, (_, _, seed) in jobs.items():
+            runs = out / "models" / key
+            summaries[key] = train_model(corpus, runs, shapes[key], recipe, seed=seed, label=key, **same)
             if where.size > 1:
                 dist.barrier()  # the others must see the finished checkpoint
-        target = out / "family"
         if where.main:
-            for step in chosen.recipe.stages:
-                save_stage(out, step, chosen, {key: shapes[key] for key, *_ in jobs}, corpus, dtype)
-            networks = {key: averaged_network(out / "models" / key / CHECKPOINT, shapes[key]) for key, *_ in jobs}
-            judge = networks.pop("judge", None)
-            twins = {key.removesuffix(TWIN): networks.pop(key) for key in list(networks) if key.endswith(TWIN)}
-            save_family(
-                target,
-                networks,
-                corpus.tokenizer,
-                length=chosen.length,
-                name=name or chosen.name,
-                judge=judge,
-                twins=twins,
-                card=model_card(name or chosen.name, chosen, corpus, summaries, command),
-                meta={"preset": chosen.to_json(), "training": summaries, "corpus": corpus.manifest["splits"]},
-                heldout=heldout_text(corpus),
-                dtype=dtype,
-                overwrite=True,
-            )
-    return target
+            for step in recipe.stages:
+                _save_stage(out, step, chosen, shapes, corpus, dtype)
+            files = {key: out / "models" / key / CHECKPOINT for key in jobs}
+            about = {"preset": chosen.to_json(), "training": summaries, "corpus": corpus.manifest["splits"]}
+            card = model_card(title, chosen, corpus, summaries, command)
+            more = {"card": card, "heldout": heldout_text(corpus)}
+            _save(out / "family", title, files, shapes, corpus, chosen.length, about, dtype, **more)
+    return out / "family"
+
+
+def _save(
+    folder: Path,
+    name: str,
+    files: dict[str, Path],
+    shapes: dict[str, Architecture],
+    corpus: TokenFile,
+    length: int,
+    meta: dict[str, Any],
+    dtype: torch.dtype,
+    **options: Any,
+) -> None:
+    """A family of the averaged weights in checkpoints."""
+    networks = {key: averaged_network(file, shapes[key]) for key, file in files.items()}
+    options["judge"] = networks.pop("judge", None)
+    options["twins"] = {key.removesuffix(TWIN): networks.pop(key) for key in list(networks) if key.endswith(TWIN)}
+    options |= {"length": length, "name": name, "meta": meta, "dtype": dtype}
+    save_family(folder, networks, corpus.tokenizer, overwrite=True, **options)
+
+
+def _save_stage(
+    out: Path, step: int, preset: Preset, shapes: dict[str, Architecture], corpus: TokenFile, dtype: torch.dtype
+) -> None:
+    """A family of the denoisers as they were after so many steps: all of them, or none if one was already past that
+    step when stages were asked for."""
+    files = {key: stage_file(out / "models" / key, step) for key, shape in shapes.items() if not shape.causal}
+    if lacking := [key for key, file in files.items() if not file.is_file()]:
+        print(f"no stage {step}: {', '.join(lacking)} went by without keeping it", file=sys.stderr)
+        return
+    seen = {"steps": step, "tokens": step * preset.recipe.batch * preset.length}
+    training = {key: seen for key in files if not key.endswith(TWIN)}
+    about = {"preset": preset.to_json(), "training": training}
+    name = f"{preset.name} after {step} steps"
+    _save(out / "stages" / str(step), name, files, shapes, corpus, preset.length, about, dtype)
 
 
 def heldout_text(corpus: TokenFile, most: int = 1_000_000) -> str:
@@ -123,33 +127,6 @@ def heldout_text(corpus: TokenFile, most: int = 1_000_000) -> str:
     return text.encode()[-most:].decode(errors="ignore")
 
 
-def save_stage(
-    out: Path, step: int, preset: Preset, shapes: dict[str, Architecture], corpus: TokenFile, dtype: torch.dtype
-) -> None:
-    """A family of the denoisers as they were after so many steps: all of them, or none if one was already past that
-    step when stages were asked for."""
-    from relaylm.models.folder import save_family
-
-    files = {key: stage_file(out / "models" / key, step) for key, shape in shapes.items() if not shape.causal}
-    if lacking := [key for key, file in files.items() if not file.is_file()]:
-        print(f"no stage {step}: {', '.join(lacking)} went by without keeping it", file=sys.stderr)
-        return
-    networks = {key: averaged_network(file, shapes[key]) for key, file in files.items()}
-    twins = {key.removesuffix(TWIN): networks.pop(key) for key in list(networks) if key.endswith(TWIN)}
-    tokens = step * preset.recipe.batch * preset.length
-    save_family(
-        out / "stages" / str(step),
-        networks,
-        corpus.tokenizer,
-        length=preset.length,
-        name=f"{preset.name} after {step} steps",
-        twins=twins,
-        meta={"preset": preset.to_json(), "training": {key: {"steps": step, "tokens": tokens} for key in networks}},
-        dtype=dtype,
-        overwrite=True,
-    )
-
-
 def averaged_network(file: Path, architecture: Architecture) -> Transformer:
     """The network with the averaged weights of a run's checkpoint, in float32."""
     found = checkpoint.load(file)
@@ -158,125 +135,57 @@ def averaged_network(file: Path, architecture: Architecture) -> Transformer:
     return build(architecture, {k.removeprefix(AVERAGE): v for k, v in found[0].items() if k.startswith(AVERAGE)})
 
 
+CARD = """\
+---
+library_name: relaylm
+tags: [masked-diffusion, text-generation]
+---
+# {name}
+
+Masked diffusion denoisers of {depths} blocks that share everything else
+(width {p.width}, {p.heads} heads, length {p.length}, vocabulary {vocabulary}),
+made to take turns along one denoising trajectory. Trained {timed} time conditioning.
+
+**Data.** {sources}: {train:,} tokens to train on, {heldout:,} more
+at the end, held out. Licence of the text: {licence}.
+
+**Command.** `{command}`
+
+| model | parameters | steps | tokens | wall time | held-out bits per {unit} (95%) | per source character |
+|---|---|---|---|---|---|---|
+{rows}
+
+A denoiser's figure is an upper bound on its negative log-likelihood; the judge's is exact, with the first
+token of each row given.
+
+`heldout.txt`, if it is here, is the end of the held-out text, under the licence of the text.
+
+**Good for** studying model schedules, tests and demonstrations. **Not for** anything that needs true or safe
+text: these are small models of a small corpus, and they repeat its errors and biases.
+"""
+
+
 def model_card(name: str, preset: Preset, corpus: TokenFile, summaries: dict[str, dict[str, Any]], command: str) -> str:
     """README.md of a family: what it is, what it was trained on and how, how good it is, what it is not for."""
-    splits, kind = corpus.manifest["splits"], corpus.manifest["tokenizer"]["type"]
-    sources = ", ".join(source["name"] for source in corpus.manifest["request"]["sources"])
-    unit = {"text8": "character", "bytes": "byte"}.get(kind, "token")
-    timed = "with" if preset.time_conditioning else "without"
-    lines = [
-        "---",
-        "library_name: relaylm",
-        "tags: [masked-diffusion, text-generation]",
-        "---",
-        f"# {name}",
-        "",
-        f"Masked diffusion denoisers of {', '.join(map(str, sorted(preset.depths)))} blocks that share everything else",
-        f"(width {preset.width}, {preset.heads} heads, length {preset.length}, vocabulary {corpus.vocab_size}),",
-        f"made to take turns along one denoising trajectory. Trained {timed} time conditioning.",
-        "",
-        f"**Data.** {sources}: {splits['train']['tokens']:,} tokens to train on, {splits['heldout']['tokens']:,} more",
-        f"at the end, held out. Licence of the text: {corpus.manifest['licence'] or 'not stated'}.",
-        "",
-        f"**Command.** `{command}`",
-        "",
-        f"| model | parameters | steps | tokens | wall time | held-out bits per {unit} (95%) | per source character |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    manifest = corpus.manifest
+    rows = []
     for key, s in summaries.items():
         held, per_character = s["heldout"], s["bits_per_character"]
-        cells = [
-            key,
-            f"{s['parameters']:,}",
-            f"{s['steps']:,}",
-            f"{s['tokens']:,}",
-            f"{s['wall_seconds']:.0f} s on {s['device']}",
-            "-" if held is None else f"{held['bits']:.4f} ({held['low']:.4f} to {held['high']:.4f})",
-            "-" if per_character is None else f"{per_character:.4f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "A denoiser's figure is an upper bound on its negative log-likelihood; the judge's is exact, with the first",
-        "token of each row given.",
-        "",
-        "`heldout.txt`, if it is here, is the end of the held-out text, under the licence of the text.",
-        "",
-        "**Good for** studying model schedules, tests and demonstrations. **Not for** anything that needs true or safe",
-        "text: these are small models of a small corpus, and they repeat its errors and biases.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-# -------------------------------------------------------------------------------------------------------- throughput
-
-
-def throughput(
-    preset: str | Path | Preset = "wiki-char",
-    *,
-    depth: int | None = None,
-    vocab_size: int = 28,
-    steps: int = 20,
-    warm: int = 5,
-    causal: bool = False,
-    device: str | torch.device = "auto",
-    peak: float | None = None,
-    **overrides: Any,
-) -> dict[str, Any]:
-    """Train on random tokens for a moment, and say how fast that was. Everything a real step does is in it: batches
-    from the prefetching thread, masks, loss, backward, clipping, AdamW, moving average. `peak` in TFLOP/s overrides
-    the data sheet."""
-    chosen = override(preset, **overrides) if isinstance(preset, Preset) else load_preset(preset, **overrides)
-    shape = chosen.architecture(depth or max(chosen.depths), vocab_size, vocab_size - 1, causal)
-    recipe, length = chosen.recipe, chosen.length
-    rng = np.random.default_rng(0)
-    kind = np.uint8 if vocab_size <= 256 else np.uint16 if vocab_size <= 65536 else np.uint32
-    text = rng.integers(0, vocab_size - 1, size=64 * recipe.batch * length // 8 + 2 * length).astype(kind)
-    corpus = TokenFile(Path("."), {"vocab_size": vocab_size, "mask_id": vocab_size - 1, "length": None}, text, text[:0])
-    with world(device) as where:
-        trainer = Trainer(shape, recipe, recipe.seed, where)
-        batches = Batches(corpus, recipe, length, recipe.seed, causal, where.rank, where.size)
-        pin = where.device.type == "cuda"
-        with Prefetch(batches.at, range(warm + steps), pin) as ahead:
-            began = time.perf_counter()
-            for _ in range(warm):
-                trainer.step(ahead.next())
-            _wait(where.device)
-            warm_seconds = time.perf_counter() - began
-            began = time.perf_counter()
-            done = [trainer.step(ahead.next()) for _ in range(steps)]
-            _wait(where.device)
-            seconds = time.perf_counter() - began
-        table = torch.stack(done).cpu()
-        rows_per_s = steps * recipe.batch / seconds
-        peak = peak or peak_tflops(where.device)
-        flops = training_flops(shape, length)
-        on_cuda = where.device.type == "cuda"
-        return {
-            "preset": chosen.name,
-            "architecture": shape.to_json(),
-            "recipe": asdict(recipe),
-            "device": torch.cuda.get_device_name(where.device) if on_cuda else "cpu",
-            "processes": where.size,
-            "torch": torch.__version__,
-            "precision": trainer.precision,
-            "steps": steps,
-            "seconds": seconds,
-            "seconds_per_step": seconds / steps,
-            "warm_seconds": warm_seconds,
-            "chars_per_s": rows_per_s * length,
-            "masked_per_s": float(table[:, 2].sum()) * where.size / seconds,
-            "flops_per_row": flops,
-            "tflops_per_s": rows_per_s * flops / 1e12,
-            "mfu": None if peak is None else rows_per_s * flops / (peak * 1e12 * where.size),
-            "mfu_formula": MFU_FORMULA,
-            "peak_tflops": peak,
-            "peak_memory_gib": torch.cuda.max_memory_allocated(where.device) / 2**30 if on_cuda else None,
-            "loss": float(table[-1, 0]) * where.size,
-        }
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        bits = "-" if held is None else f"{held['bits']:.4f} ({held['low']:.4f} to {held['high']:.4f})"
+        cells = [key, f"{s['parameters']:,}", f"{s['steps']:,}", f"{s['tokens']:,}"]
+        cells += [f"{s['wall_seconds']:.0f} s on {s['device']}", bits]
+        rows.append(f"| {' | '.join(cells)} | {'-' if per_character is None else f'{per_character:.4f}'} |")
+    return CARD.format(
+        name=name,
+        p=preset,
+        depths=", ".join(map(str, sorted(preset.depths))),
+        vocabulary=corpus.vocab_size,
+        timed="with" if preset.time_conditioning else "without",
+        sources=", ".join(source["name"] for source in manifest["request"]["sources"]),
+        train=manifest["splits"]["train"]["tokens"],
+        heldout=manifest["splits"]["heldout"]["tokens"],
+        licence=manifest["licence"] or "not stated",
+        command=command,
+        unit={"text8": "character", "bytes": "byte"}.get(manifest["tokenizer"]["type"], "token"),
+        rows="\n".join(rows),
+    )

@@ -45,6 +45,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of every matrix that has a gradient."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             for p in params:

@@ -106,10 +106,12 @@ class Batches:
 
     @property
     def share(self) -> int:
+        """Rows of a batch for this process."""
         return self.recipe.batch // self.size
 
     @property
     def micro(self) -> int:
+        """Rows of them at a time."""
         return min(self.recipe.micro_batch or self.share, self.share)
 
     def at(self, step: int) -> list[dict[str, Tensor]]:
@@ -119,38 +121,31 @@ class Batches:
         windows, phases = corpus.windows(self.length), corpus.phases(self.length)
         times = low_discrepancy_times(_shift(self.seed, step), batch, floor=self.recipe.floor)
         turns = self.share // self.micro
-        if corpus.train_real is None:
-            symbols = batch * (self.length - self.causal)
-        else:  # all processes must divide by the same number
+        symbols = batch * (self.length - self.causal)
+        if corpus.train_real is not None:  # all processes must divide by the same number
             everyone = shuffled(step * batch + np.arange(batch), windows, self.seed)
             symbols = int((corpus.train_real[everyone] - int(self.causal)).sum())
         result = []
         for turn in range(turns):
             k = self.rank + self.size * (turn + turns * np.arange(self.micro))
-            sample = step * batch + k
-            row = shuffled(sample, windows, self.seed)
+            sample, t = step * batch + k, times[k]
             with np.errstate(over="ignore"):
-                phase = (mix((sample // windows).astype(np.uint64) + np.uint64(self.seed)) % np.uint64(phases)).astype(
-                    np.int64
-                )
-            tokens, real = corpus.batch(row, self.length, phase)
+                phase = mix((sample // windows).astype(np.uint64) + np.uint64(self.seed)) % np.uint64(phases)
+            tokens, real = corpus.batch(shuffled(sample, windows, self.seed), self.length, phase.astype(np.int64))
             if tokens.dtype != np.uint8:
                 tokens = tokens.astype(np.int32)  # PyTorch can do little with uint16 and uint32
-            t = times[k]
-            weight = (
-                np.full(self.micro, self.size / symbols) if self.causal else LINEAR.weight(t) * (self.size / symbols)
-            )
+            weight = (np.ones(self.micro) if self.causal else LINEAR.weight(t)) * (self.size / symbols)
             made = {
-                "tokens": torch.from_numpy(np.ascontiguousarray(tokens)),
-                "sample": torch.from_numpy(sample),
+                "tokens": np.ascontiguousarray(tokens),
+                "sample": sample,
                 # A 32-bit word below this masks: the share 1 - alpha(t) of all words.
-                "threshold": torch.from_numpy(np.ceil((1 - LINEAR(t)) * 2.0**32).astype(np.int64)),
-                "weight": torch.from_numpy(weight.astype(np.float32)),
-                "t": torch.from_numpy(t.astype(np.float32)),
+                "threshold": np.ceil((1 - LINEAR(t)) * 2.0**32).astype(np.int64),
+                "weight": weight.astype(np.float32),
+                "t": t.astype(np.float32),
             }
             if real is not None:
-                made["real"] = torch.from_numpy(real.astype(np.int64))
-            result.append(made)
+                made["real"] = real.astype(np.int64)
+            result.append({key: torch.from_numpy(value) for key, value in made.items()})
         return result
 
 
@@ -180,13 +175,22 @@ def places(rows: int, length: int, floor: float = 1e-3) -> int:
 
 
 class Objective(nn.Module):
-    """The loss as a module, so that it can be compiled, replicated and sharded as a whole."""
+    """The loss as a module, so that it can be compiled, replicated and sharded as a whole. With a `teacher` it is the
+    divergence KL(teacher || model) instead of -log p, at the same positions with the same weights."""
 
     def __init__(
-        self, model: Transformer, recipe: Recipe, seed: int, bf16: bool, rows: int, gather: bool | None = None
+        self,
+        model: Transformer,
+        recipe: Recipe,
+        seed: int,
+        bf16: bool,
+        rows: int,
+        gather: bool | None = None,
+        teacher: Transformer | None = None,
     ) -> None:
         super().__init__()
         self.model, self.seed, self.bf16, self.gather = model, seed, bf16, gather
+        self.teacher = (teacher,)  # in a tuple: not a part of what is trained, replicated or sharded
         self.room = places(rows, model.architecture.length, recipe.floor)
         step = 64 if model.vocab_size >= GATHER_FROM else 8
         self.padding = -model.vocab_size % step if bf16 else 0  # tensor cores want round numbers of columns
@@ -210,7 +214,7 @@ class Objective(nn.Module):
     def forward(
         self, tokens: Tensor, sample: Tensor, threshold: Tensor, weight: Tensor, t: Tensor, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(sum of weighted -log p, [positions scored, positions that did not find a place])."""
+        """(sum of weighted losses, [positions scored, positions that did not find a place])."""
         tokens_BL = tokens.long()
         length = tokens_BL.shape[1]
         scored_BL = torch.ones_like(tokens_BL, dtype=torch.bool)
@@ -233,8 +237,11 @@ class Objective(nn.Module):
             weight_M = torch.where(where.kept_M, weight_M[where.index_M], 0.0)
             t_M = None if t_M is None else t_M[where.index_M]
         with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=self.bf16):
-            nll_M = self._nll(self._hidden(seen_BL, t, where), target_M, t_M)
-        return (nll_M * weight_M).sum(), torch.stack([count, lost])
+            x_MD = self._hidden(seen_BL, t, where)
+            loss_M = (
+                self._nll(x_MD, target_M, t_M) if self.teacher[0] is None else self._kl(x_MD, seen_BL, t, t_M, where)
+            )
+        return (loss_M * weight_M).sum(), torch.stack([count, lost])
 
     def _hidden(self, tokens_BL: Tensor, t_B: Tensor, where: _Places | None) -> Tensor:
         """The residual stream (M, D), or, fused, its final norm."""
@@ -248,21 +255,35 @@ class Objective(nn.Module):
         here."""
         return self.model.logits(tokens_BL, t_B)
 
-    def _nll(self, x_MD: Tensor, target_M: Tensor, t_M: Tensor | None) -> Tensor:
-        """-log p in float32. A denoiser gives the mask no probability (its column's bias is -infinity here)."""
-        model, out = self.model, self.model.output_layer
+    def _logits(self, model: Transformer, x_MD: Tensor, t_M: Tensor | None, normed: bool) -> Tensor:
+        """Logits in float32. A denoiser gives the mask no probability (its column's bias is -infinity here)."""
+        out = model.output_layer
         is_mask_V = torch.arange(model.vocab_size, device=x_MD.device) == model.mask_id
         if out.adaLN_modulation is not None:
-            logits_MV = model.head(x_MD, t_M).float().masked_fill(is_mask_V, -torch.inf)
-            return F.cross_entropy(logits_MV, target_M, reduction="none")
+            return model.head(x_MD, t_M).float().masked_fill(is_mask_V, -torch.inf)
         weight: Tensor = out.linear.weight
         bias: Tensor = out.linear.bias
         if not model.architecture.causal:
             bias = bias.masked_fill(is_mask_V, -torch.inf)
         if self.padding:
             weight, bias = F.pad(weight, (0, 0, 0, self.padding)), F.pad(bias, (0, self.padding), value=-torch.inf)
-        logits_MV = F.linear(x_MD if self.fused else out.norm_final(x_MD), weight, bias)
-        return F.cross_entropy(logits_MV.float(), target_M, reduction="none")
+        return F.linear(x_MD if normed else out.norm_final(x_MD), weight, bias).float()
+
+    def _nll(self, x_MD: Tensor, target_M: Tensor, t_M: Tensor | None) -> Tensor:
+        """-log p of the text."""
+        return F.cross_entropy(self._logits(self.model, x_MD, t_M, self.fused), target_M, reduction="none")
+
+    def _kl(self, x_MD: Tensor, seen_BL: Tensor, t_B: Tensor, t_M: Tensor | None, where: _Places | None) -> Tensor:
+        """KL(teacher || model), in nats."""
+        teacher = self.teacher[0]
+        assert teacher is not None
+        with torch.no_grad():
+            h_ND = teacher.hidden_at(seen_BL, t_B, None).flatten(0, 1)
+            h_MD = h_ND if where is None else h_ND[where.index_M]
+            log_p = self._logits(teacher, h_MD, t_M, normed=False).log_softmax(-1)
+        log_q = self._logits(self.model, x_MD, t_M, self.fused).log_softmax(-1)
+        p = log_p.exp()
+        return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)  # the mask has log p = log q = -infinity
 
 
 @dataclass(frozen=True)

@@ -67,63 +67,44 @@ class Recipe:
     eval_every: int = 5000
     """Steps between validation bounds; 0: only at the end."""
     eval_rows: int = 256
-    """Held-out rows for them."""
-    eval_draws: int = 4
+    """Held-out rows for them; four times as many at the end."""
     sample_every: int = 0
     """Steps between samples; 0: none."""
     checkpoint_every: int = 1000
     stages: tuple[int, ...] = ()
     """Steps after which the averaged weights are kept beside the checkpoint, to study how models change."""
-    diverged: float = 3.0
-    """Stop when the mean loss of 20 steps after the warm-up is this many times its running median over up to 400 steps,
-    or that of the uniform distribution."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "log_every", "checkpoint_every", "eval_rows", "eval_draws"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("micro_batch", "warmup", "eval_every", "sample_every", "seed", "weight_decay", "clip", "init"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name} must be at least 0, not {getattr(self, name)}")
+        for least, names in _LEAST.items():
+            for name in names.split():
+                if getattr(self, name) < least:
+                    raise UserError(f"{name} must be at least {least}, not {getattr(self, name)}")
         for name in ("beta1", "beta2", "ema", "dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
-        if not 0 < self.floor < 1:
-            raise UserError(f"floor must lie between 0 and 1, not {self.floor}")
-        if not (self.lr > 0 and self.eps > 0 and self.diverged > 1):
-            raise UserError(
-                f"lr and eps must be above 0 and diverged above 1, not {self.lr}, {self.eps}, {self.diverged}"
-            )
-        if not 0 <= self.final_lr <= 1:
-            raise UserError(f"final_lr is a share of lr, 0 to 1, not {self.final_lr}")
+        if not (self.lr > 0 and self.eps > 0 and 0 < self.floor < 1 and 0 <= self.final_lr <= 1):
+            raise UserError("lr and eps must be above 0, floor between 0 and 1, final_lr a share of lr from 0 to 1")
         if any(not 0 < step < self.steps for step in self.stages):
             raise UserError(f"stages are steps before the last, 1 to {self.steps - 1}, not {list(self.stages)}")
-        for name, choices in (
-            ("optimizer", ("adamw", "muon")),
-            ("decay", ("constant", "cosine", "linear")),
-            ("precision", ("auto", "bf16", "fp32")),
-            ("compile", ("auto", "on", "off")),
-            ("attention", ("auto", "flash", "cudnn")),
-        ):
+        for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise UserError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
 
 
+_LEAST = {
+    1: "steps batch log_every checkpoint_every eval_rows",
+    0: "micro_batch warmup eval_every sample_every seed weight_decay clip init",
+}
+_CHOICES = {
+    "optimizer": ("adamw", "muon"),
+    "decay": ("constant", "cosine", "linear"),
+    "precision": ("auto", "bf16", "fp32"),
+    "compile": ("auto", "on", "off"),
+    "attention": ("auto", "flash", "cudnn"),
+}
 # What may change between a run and its resumption, because it does not change the weights (or only their last bits).
-OPERATIONAL = (
-    "micro_batch",
-    "compile",
-    "attention",
-    "shard",
-    "log_every",
-    "eval_every",
-    "eval_rows",
-    "eval_draws",
-    "sample_every",
-    "checkpoint_every",
-    "stages",
-    "diverged",
-)
+OPERATIONAL = {"micro_batch", "compile", "attention", "shard", "stages"}
+OPERATIONAL |= {"log_every", "eval_every", "eval_rows", "sample_every", "checkpoint_every"}
 
 
 @dataclass(frozen=True)
@@ -143,6 +124,7 @@ class Preset:
     time_conditioning: bool = False
     tied: bool = False
     names: str = "{}b"
+    description: str = ""
     recipe: Recipe = field(default_factory=Recipe)
 
     def __post_init__(self) -> None:
@@ -158,27 +140,25 @@ class Preset:
             raise UserError(f"names must say once where the number of blocks goes, as d{{}} does, not {self.names!r}")
 
     def model_name(self, depth: int) -> str:
+        """What a model of so many blocks is called."""
         return self.names.format(depth)
 
     def to_json(self) -> dict[str, Any]:
+        """All settings, the recipe's included."""
         return asdict(self)
 
     def architecture(self, depth: int, vocab_size: int, mask_id: int, causal: bool = False) -> Architecture:
+        """The numbers of a network of so many blocks; a causal one, the judge, has no time conditioning."""
         from relaylm.models.denoiser import Architecture
 
         timed = self.time_conditioning and not causal
-        return Architecture(
-            vocab_size,
-            self.length,
-            self.width,
-            depth,
-            self.heads,
-            mask_id,
-            adaln=timed,
-            time_conditioning=timed,
-            causal=causal,
-            tied=self.tied,
-        )
+        same = {"adaln": timed, "time_conditioning": timed, "causal": causal, "tied": self.tied}
+        return Architecture(vocab_size, self.length, self.width, depth, self.heads, mask_id, **same)
+
+
+_DEFAULTS = {f.name: f.default for kind in (Recipe, Preset) for f in fields(kind) if f.name not in ("name", "recipe")}
+_DEFAULTS |= {"twin": 0, "judge": 0}
+_RECIPE = {f.name for f in fields(Recipe)}
 
 
 def presets() -> list[str]:
@@ -187,8 +167,8 @@ def presets() -> list[str]:
 
 
 def load_preset(name_or_path: str | Path, **overrides: Any) -> Preset:
-    """A preset by name or from a TOML file with the tables [data], [model] and [train]; overridden by keyword, with the
-    names of the fields of `Preset` and `Recipe`. An override of None is none."""
+    """A preset by name or from a TOML file with a description and the tables [data], [model] and [train]; overridden by
+    keyword, with the names of the fields of `Preset` and `Recipe`. An override of None is none."""
     path = Path(name_or_path)
     if path.suffix != ".toml":
         path = PRESETS / f"{name_or_path}.toml"
@@ -200,36 +180,36 @@ def load_preset(name_or_path: str | Path, **overrides: Any) -> Preset:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from None
-    shape_names = {f.name for f in fields(Preset)} - {"name", "recipe"}
-    recipe_names = {f.name for f in fields(Recipe)}
-    values: dict[str, Any] = {}
-    for table, allowed in (("data", shape_names), ("model", shape_names), ("train", recipe_names)):
-        for key, value in tables.pop(table, {}).items():
-            if key not in allowed:
-                raise UserError(
-                    f"{path.name} has an unknown entry {table}.{key}: allowed are {', '.join(sorted(allowed))}"
-                )
-            values[key] = value
+    values = {"description": tables.pop("description", "")}
+    for table, allowed in (
+        ("data", _DEFAULTS.keys() - _RECIPE),
+        ("model", _DEFAULTS.keys() - _RECIPE),
+        ("train", _RECIPE),
+    ):
+        entries = tables.pop(table, {})
+        if unknown := sorted(set(entries) - allowed):
+            listed = ", ".join(sorted(allowed))
+            raise UserError(f"{path.name} has an unknown entry {table}.{unknown[0]}: allowed are {listed}")
+        values |= entries
     if tables:
         raise UserError(
             f"{path.name} has an unknown entry {next(iter(tables))!r}: it has the tables data, model, train"
         )
-    for key, value in overrides.items():
-        if key not in shape_names | recipe_names:
-            raise UserError(f"there is no setting {key!r}: there are {', '.join(sorted(shape_names | recipe_names))}")
-        if value is not None:
-            values[key] = value
-    values = {key: _checked(key, value) for key, value in values.items()}
-    recipe = Recipe(**{key: values.pop(key) for key in list(values) if key in recipe_names})
-    return Preset(name=path.stem, recipe=recipe, **values)
+    return override(Preset(path.stem), **values | {key: value for key, value in overrides.items() if value is not None})
+
+
+def override(preset: Preset, **overrides: Any) -> Preset:
+    """A preset with some of its settings, or of its recipe's, changed; None leaves one as it is."""
+    values = {key: _checked(key, value) for key, value in overrides.items() if value is not None}
+    recipe = replace(preset.recipe, **{key: values.pop(key) for key in list(values) if key in _RECIPE})
+    return replace(preset, recipe=recipe, **values)
 
 
 def _checked(key: str, value: Any) -> Any:
     """A setting with the type of its default (TOML and command lines are loose about int and float)."""
-    defaults = {**{f.name: f.default for f in fields(Recipe)}, **{f.name: f.default for f in fields(Preset)}}
-    default = defaults[key]
-    if key in ("twin", "judge"):
-        default = 0
+    if key not in _DEFAULTS:
+        raise UserError(f"there is no setting {key!r}: there are {', '.join(sorted(_DEFAULTS))}")
+    default = _DEFAULTS[key]
     if isinstance(default, tuple):
         if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
             raise UserError(f"{key} must be a list of whole numbers, not {value!r}")
@@ -256,17 +236,3 @@ def lr_at(recipe: Recipe, step: int) -> float:
 def ema_decay(recipe: Recipe, updates: int) -> float:
     """MDLM's ramp: min(ema, (1 + n) / (10 + n)) at the n-th update (1 is the first)."""
     return min(recipe.ema, (1 + updates) / (10 + updates))
-
-
-def override(preset: Preset, **overrides: Any) -> Preset:
-    """A preset with some of its settings, or of its recipe's, changed; None leaves one as it is."""
-    given = {key: value for key, value in overrides.items() if value is not None}
-    recipe_names = {f.name for f in fields(Recipe)}
-    unknown = sorted(set(given) - recipe_names - {f.name for f in fields(Preset)})
-    if unknown:
-        raise UserError(f"there is no setting {unknown[0]!r}")
-    for key in ("depths", "stages"):
-        if key in given:
-            given[key] = tuple(given[key])
-    recipe = replace(preset.recipe, **{key: given.pop(key) for key in list(given) if key in recipe_names})
-    return replace(preset, recipe=recipe, **given)

@@ -2,7 +2,7 @@ r"""A network in training: its optimizer, its moving average, and the processes 
 
 Weights are updated by AdamW (or `muon`) with a linear warm-up and gradient clipping; what is evaluated and shipped is
 their exponential moving average. The loss and the batches are in `objective`, every setting in `recipe`; a whole run,
-with its checkpoints and evaluations, is in `loop`.
+with its checkpoints and evaluations, is in `run`.
 
 **Randomness.** Everything a step draws is keyed (see `objective`), so the loss does not depend on the number of
 processes, and a resumed run repeats an uninterrupted one. The one exception is dropout, which PyTorch draws: it is
@@ -26,12 +26,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import queue
 import re
-import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -40,34 +39,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from relaylm.errors import UserError
+from relaylm.kernels import triton
+from relaylm.models.compat import pick_device
 from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.train.muon import Muon
 from relaylm.train.objective import Objective, mix
 from relaylm.train.recipe import Recipe, ema_decay, lr_at
 
+Parts = list[dict[str, Tensor]]  # the micro-batches of a step
+
 # Dense bf16 TFLOP/s by the vendors' data sheets, for MFU.
-PEAK_TFLOPS = {
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "B200": 2250.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.0,
-    "L4": 121.0,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71.0,
-    "V100": 125.0,
-}
+PEAK_TFLOPS = {"H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "H800": 989.0, "B200": 2250.0, "A100": 312.0}
+PEAK_TFLOPS |= {"A800": 312.0, "L40S": 362.0, "L4": 121.0, "RTX 4090": 165.2, "RTX 3090": 71.0, "V100": 125.0}
 AVERAGE = "average/"  # what names of averaged weights begin with, in a checkpoint
 MFU_FORMULA = (
     "rows/s * 3 * (depth * (24 L d^2 + 4 L^2 d) - 18 (L - k) d^2 + 2 k d V) / peak, "
     "k = L/2 masked positions (causal: k = L, 2 L^2 d)"
 )
-
-
-# ------------------------------------------------------------------------------------------------- processes, devices
 
 
 @dataclass(frozen=True)
@@ -80,27 +68,23 @@ class World:
 
     @property
     def main(self) -> bool:
+        """True for the process that writes files."""
         return self.rank == 0
 
 
 @contextlib.contextmanager
 def world(device: str | torch.device = "auto") -> Iterator[World]:
     """One process, or all that torchrun started (it sets RANK, WORLD_SIZE and LOCAL_RANK)."""
-    from relaylm.models.compat import pick_device
-
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     chosen = pick_device(device)
     if chosen.type == "cuda":
         chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if size > 1 else chosen.index or 0)
         torch.cuda.set_device(chosen)
-    if size == 1:
-        yield World(chosen)
-        return
-    began = not dist.is_initialized()
+    began = size > 1 and not dist.is_initialized()
     if began:
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     try:
-        yield World(chosen, rank, size)
+        yield World(chosen, rank, size) if size > 1 else World(chosen)
     finally:
         if began:
             dist.destroy_process_group()
@@ -123,77 +107,57 @@ def peak_tflops(device: torch.device) -> float | None:
     return next((peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{re.escape(key)}\b", name)), None)
 
 
-class Prefetch:
+def prefetched(make: Callable[[int], Parts], steps: range, pin: bool, ahead: int = 4) -> Generator[Parts, None, None]:
     """Batches made by a thread, a few steps ahead, in pinned memory if they go to a GPU."""
 
-    def __init__(self, make: Callable[[int], list[dict[str, Tensor]]], steps: range, pin: bool, ahead: int = 4) -> None:
-        self._queue: queue.Queue[Any] = queue.Queue(maxsize=ahead)
-        self._stop = threading.Event()
-        self._make, self._steps, self._pin = make, steps, pin
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
+    def made(step: int) -> Parts:
+        return [{k: v.pin_memory() if pin else v for k, v in part.items()} for part in make(step)]
 
-    def _work(self) -> None:
+    waiting: deque[Future[Parts]] = deque()
+    with ThreadPoolExecutor(1) as thread:
         try:
-            for step in self._steps:
-                made = self._make(step)
-                if self._pin:
-                    made = [{key: value.pin_memory() for key, value in part.items()} for part in made]
-                if not self._put(made):
-                    return
-        except BaseException as error:  # handed to the training loop
-            self._put(error)
-
-    def _put(self, item: Any) -> bool:
-        while not self._stop.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def next(self) -> list[dict[str, Tensor]]:
-        item = self._queue.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    def __enter__(self) -> Prefetch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
-# ----------------------------------------------------------------------------------------------------------- trainer
+            for step in steps:
+                waiting.append(thread.submit(made, step))
+                if len(waiting) > ahead:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for batch in waiting:
+                batch.cancel()
 
 
 class Trainer:
     """A network, its optimizer and its moving average: everything that changes from step to step."""
 
     def __init__(
-        self, architecture: Architecture, recipe: Recipe, seed: int, where: World, gather: bool | None = None
+        self,
+        architecture: Architecture,
+        recipe: Recipe,
+        seed: int,
+        where: World,
+        gather: bool | None = None,
+        start: Transformer | None = None,
+        teacher: Transformer | None = None,
     ) -> None:
+        """Fresh weights of a seed, or those of `start`. A `teacher` is what the network is to imitate."""
         self.recipe, self.seed, self.world = recipe, seed, where
         device = where.device
         on_cuda = device.type == "cuda"
         self.precision = ("bf16" if on_cuda else "fp32") if recipe.precision == "auto" else recipe.precision
         self.step_count = 0
-        self.model = _fresh(architecture, recipe, seed).to(device)
+        self.model = _fresh(architecture, recipe, seed) if start is None else _copied(start, recipe)
+        self.model.to(device)
         self.model.train()
         self.model.angles(architecture.length)  # made here once, outside of what is compiled or run without gradients
         share = recipe.batch // where.size
         rows = min(recipe.micro_batch or share, share)
-        self.objective = Objective(self.model, recipe, seed, self.precision == "bf16", rows, gather)
+        self.objective = Objective(self.model, recipe, seed, self.precision == "bf16", rows, gather, teacher)
         if on_cuda and recipe.attention != "auto":
             torch.backends.cuda.enable_flash_sdp(recipe.attention == "flash")
             torch.backends.cuda.enable_cudnn_sdp(recipe.attention == "cudnn")
         self.sharded = recipe.shard and where.size > 1
-        compiled = recipe.compile == "on" or (recipe.compile == "auto" and on_cuda and _has_triton())
+        compiled = recipe.compile == "on" or (recipe.compile == "auto" and on_cuda and triton is not None)
         if self.sharded:
             _shard(self.objective, compiled)
         self.params = dict(self.model.named_parameters())
@@ -212,24 +176,21 @@ class Trainer:
         self.capture = on_cuda and where.size == 1 and not recipe.dropout and recipe.compile != "off"
         self._graph: _StepGraph | None = None
         if where.size > 1 and not self.sharded:
-            self.run = nn.parallel.DistributedDataParallel(
-                self.run,
-                device_ids=[device.index] if on_cuda else None,
-                gradient_as_bucket_view=True,
-            )
+            ids = [device.index] if on_cuda else None
+            self.run = nn.parallel.DistributedDataParallel(self.run, device_ids=ids, gradient_as_bucket_view=True)
 
     def _optimizers(self, fused: bool) -> list[torch.optim.Optimizer]:
         """AdamW for everything, or for all but the blocks' matrices, which Muon then has."""
-        recipe, params = self.recipe, list(self.params.items())
-        inner = [
-            name for name, value in params if value.dim() == 2 and name.startswith("blocks.") and "adaLN" not in name
-        ]
-        muon = [value for name, value in params if name in inner] if recipe.optimizer == "muon" else []
-        if muon and self.sharded:
+        recipe = self.recipe
+        by_muon = {
+            name
+            for name, value in self.params.items()
+            if recipe.optimizer == "muon" and value.dim() == 2 and name.startswith("blocks.") and "adaLN" not in name
+        }
+        if by_muon and self.sharded:
             raise UserError("muon needs whole matrices: it does not go with shard")
-        mine = {id(value) for value in muon}
         adam = torch.optim.AdamW(
-            [value for _, value in params if id(value) not in mine],
+            [value for name, value in self.params.items() if name not in by_muon],
             lr=self.lr if fused else recipe.lr,
             betas=(recipe.beta1, recipe.beta2),
             eps=recipe.eps,
@@ -237,9 +198,10 @@ class Trainer:
             fused=fused or None,
             capturable=fused,
         )
+        muon = [value for name, value in self.params.items() if name in by_muon]
         return [adam, Muon(muon, self.lr if fused else recipe.lr)] if muon else [adam]
 
-    def step(self, parts: list[dict[str, Tensor]]) -> Tensor:
+    def step(self, parts: Parts) -> Tensor:
         """One update. Returns, on the device, (loss of this process's share, norm of the gradient, positions scored,
         positions without a place): nothing here waits for the device."""
         lr = lr_at(self.recipe, self.step_count)
@@ -256,7 +218,7 @@ class Trainer:
             self._graph = _StepGraph(self, parts)
         return self._graph(parts)
 
-    def _update(self, parts: list[dict[str, Tensor]]) -> Tensor:
+    def _update(self, parts: Parts) -> Tensor:
         recipe, device = self.recipe, self.world.device
         loss, counts = torch.zeros((), device=device), torch.zeros(2, dtype=torch.int64, device=device)
         for turn, part in enumerate(parts):
@@ -325,6 +287,7 @@ class Trainer:
         return next(o for o in self.optimizers if any(p is value for group in o.param_groups for p in group["params"]))
 
     def restore(self, tensors: dict[str, Tensor], step: int) -> None:
+        """Go back to what `tensors` gave after so many steps."""
         for name, value in self.params.items():
             _assign(value, tensors[f"weights/{name}"])
             _assign(self.ema[name], tensors[AVERAGE + name])
@@ -352,7 +315,7 @@ class _StepGraph:
 
     WARM = 3  # steps that run as they are, so that everything is compiled and allocated before the capture
 
-    def __init__(self, trainer: Trainer, parts: list[dict[str, Tensor]]) -> None:
+    def __init__(self, trainer: Trainer, parts: Parts) -> None:
         self.trainer, self.eager = trainer, self.WARM
         device = trainer.world.device
         self.parts = [{key: value.to(device) for key, value in part.items()} for part in parts]
@@ -360,7 +323,7 @@ class _StepGraph:
         self.graph = torch.cuda.CUDAGraph()
         self.out: Tensor | None = None
 
-    def __call__(self, parts: list[dict[str, Tensor]]) -> Tensor:
+    def __call__(self, parts: Parts) -> Tensor:
         for mine, part in zip(self.parts, parts, strict=True):
             for key, value in part.items():
                 mine[key].copy_(value, non_blocking=True)
@@ -389,10 +352,11 @@ def _fresh(architecture: Architecture, recipe: Recipe, seed: int) -> Transformer
     return model
 
 
-def _has_triton() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("triton") is not None
+def _copied(start: Transformer, recipe: Recipe) -> Transformer:
+    """A network with the weights of another, in float32."""
+    model = Transformer(start.architecture, recipe.dropout)
+    model.load_state_dict({name: value.float() for name, value in start.state_dict().items()})
+    return model
 
 
 def _shard(objective: Objective, compiled: bool) -> None:

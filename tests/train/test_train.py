@@ -26,11 +26,12 @@ from relaylm.measure.likelihood import bound, causal_bound, held_out, spread_row
 from relaylm.models.denoiser import Architecture, FromLogits
 from relaylm.models.family import Family
 from relaylm.models.text import wrapped_rows
+from relaylm.studies.record.throughput import throughput
 from relaylm.train import checkpoint
 from relaylm.train import family as train
 from relaylm.train import run as loop
 from relaylm.train.corpus import TokenFile, prepare
-from relaylm.train.family import throughput, train_family
+from relaylm.train.family import train_family
 from relaylm.train.objective import Batches, mask_words, places, shuffled
 from relaylm.train.recipe import Preset, Recipe, ema_decay, load_preset, lr_at, override, presets
 from relaylm.train.run import train_model

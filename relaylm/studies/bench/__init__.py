@@ -1,0 +1,1 @@
+"""Speed against MDLM's own sampler."""

@@ -1,0 +1,1 @@
+"""Decoding rules and schedules together."""

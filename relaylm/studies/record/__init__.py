@@ -1,0 +1,1 @@
+"""Scripts that wrote what lies under results/."""

@@ -37,6 +37,7 @@ PLANS = (
 
 
 def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family")
     parser.add_argument("out", type=Path)
