@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "Creating .venv"; $(PYTHON) -m venv .venv; }
 	@echo "Installing relaylm and its dependencies into .venv (minutes the first time, torch is large)"
 	@set -o pipefail; PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
-		-c constraints.txt -e ".[dev,report,cluster]" | { while read -r _; do printf .; done; echo; }
+		-c constraints.txt -e ".[dev,report,cluster,serve]" | { while read -r _; do printf .; done; echo; }
 	@touch $@
 	@echo "Ready: $(BIN)/relaylm --help"
 

@@ -42,15 +42,15 @@ function request(schedule) {
 // Everything that can be set, in the address: a link restores it. The API key is not part of it.
 function remember() {
   const words = new URLSearchParams({ mode: mode() });
-  for (const id of FIELDS) if ($(id).value !== "") words.set(id, $(id).value);
+  for (const id of FIELDS) if (id === mode() || (!["prompt", "infill"].includes(id) && $(id).value !== "")) words.set(id, $(id).value);
   if (!$("compare").checked) words.set("compare", "no");
   history.replaceState(null, "", "#" + words);
 }
 
 function restore() {
   const words = new URLSearchParams(location.hash.slice(1));
-  const chosen = families.find(({ id }) => id === words.get("model")) ?? families[0];
-  openFamily(chosen);
+  $("form").reset();
+  openFamily(families.find(({ id }) => id === words.get("model")) ?? families[0]);
   for (const id of FIELDS) if (words.has(id) && id !== "model") $(id).value = words.get(id);
   for (const radio of document.querySelectorAll("[name=mode]")) radio.checked = radio.value === (words.get("mode") ?? "prompt");
   $("compare").checked = words.get("compare") !== "no";
@@ -95,7 +95,7 @@ function inShares() {
 
 function showPace() {
   const pace = $("pace").value;
-  $("number-field").hidden = pace === "inf";
+  $("number-field").hidden = ["inf", "own"].includes(pace);
   $("number-label").textContent = pace === "steps" ? "Steps" : "Distance";
 }
 
@@ -103,6 +103,7 @@ function showPace() {
 
 // Something was changed: keep it in the address, ask what it would cost, and write the snippets anew.
 function changed(open = false) {
+  if (!family) return;
   remember();
   showSnippet();
   for (const button of $("presets").children) button.setAttribute("aria-pressed", String(button.value === $("schedule").value));
@@ -183,6 +184,7 @@ function lane(name, segments) {
 }
 
 async function run() {
+  if (!family) return;
   stop();
   problem();
   remember();
@@ -361,14 +363,14 @@ $("schedule").addEventListener("change", typed);
 $("schedule").addEventListener("keydown", event => { if (event.key === "Enter" && !event.ctrlKey) { event.preventDefault(); typed(); } });
 $("model").addEventListener("change", () => { openFamily(families.find(({ id }) => id === $("model").value)); typed(); });
 $("pace").addEventListener("change", () => {
-  const steps = $("pace").value === "steps";
-  if ($("pace").value !== "inf") $("number").value = steps ? number("length") ?? family.relaylm.length : 16;
+  const was = $("number-label").textContent;
   showPace();
+  if ($("number-label").textContent !== was) $("number").value = was === "Distance" ? number("length") ?? family.relaylm.length : 16;
   inShares();
   changed();
 });
 $("number").addEventListener("input", inShares);
-$("rule").addEventListener("change", () => { if ($("rule").value && $("pace").value !== "steps") setPace("steps", number("length") ?? family.relaylm.length); });
+$("rule").addEventListener("change", () => { if ($("rule").value && $("pace").value !== "steps") { setPace("own"); changed(); } });
 for (const radio of document.querySelectorAll("[name=mode]")) radio.addEventListener("change", () => { showMode(); changed(); });
 for (const radio of document.querySelectorAll("[name=snippet]")) radio.addEventListener("change", showSnippet);
 for (const id of FIELDS) if (!["schedule", "model"].includes(id)) $(id).addEventListener("input", () => changed());

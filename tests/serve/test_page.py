@@ -1,0 +1,377 @@
+"""The page of `relaylm serve`, in a real browser and with a real server."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+
+import relaylm
+from relaylm.cli import main as cli
+from relaylm.show.colours import colour_of
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+
+HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>&amp;$DATA"
+SETTINGS = {"prompt": "the ", "length": "48", "seed": "3", "schedule": "sandwich:50%", "pace": "spacing", "number": "8"}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A server in a process of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "relaylm", "serve", "--family", "wiki-char", "--port", str(port), "--device", "cpu"]
+    address = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            for _ in range(600):
+                with contextlib.suppress(httpx.TransportError):
+                    httpx.get(f"{address}/health").raise_for_status()
+                    break
+                assert server.poll() is None, "the server ended"
+                time.sleep(0.1)  # until the families are loaded
+            yield address
+        finally:
+            server.kill()
+
+
+@pytest.fixture(scope="module")
+def chrome() -> Iterator[Any]:
+    with sync_api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def view(chrome: Any, address: str) -> Iterator[Any]:
+    """A tab; it must neither complain nor ask any other host."""
+    context = chrome.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    view, complaints = context.new_page(), []
+    view.on("console", lambda message: message.type in ("error", "warning") and complaints.append(message.text))
+    view.on("pageerror", lambda error: complaints.append(str(error)))
+    view.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
+    here = (address, "blob:", "data:", "file:")
+    view.on("request", lambda request: request.url.startswith(here) or complaints.append(request.url))
+    yield view
+    context.close()
+    refusals = re.compile(r"status of 40[01] ")  # the browser logs every refusal, also those that a test asks for
+    assert [text for text in complaints if not refusals.search(text)] == []
+
+
+@pytest.fixture(scope="module")
+def family() -> Any:
+    return relaylm.Family.load("wiki-char", device="cpu")
+
+
+def opened(view: Any, address: str, **settings: str) -> None:
+    view.goto(f"{address}/#{urlencode(SETTINGS | settings)}")
+    view.locator(".segment").first.wait_for()
+
+
+def run(view: Any) -> None:
+    view.locator("#run").click()
+    view.locator("#save:not([disabled])").wait_for()
+    view.locator("#differ").wait_for()
+
+
+def text_of(lane: Any) -> str:
+    return "".join(lane.locator(".text span").all_text_contents())
+
+
+def notation(view: Any) -> str:
+    return view.locator("#schedule").input_value()
+
+
+def test_two_lanes_write_what_sample_writes(view: Any, address: str, family: Any, tmp_path: Path) -> None:
+    opened(view, address)
+    run(view)
+    options: dict[str, Any] = {"prompt": "the ", "length": 48, "seed": 3, "spacing": 8}
+    wanted = [relaylm.sample(family, schedule, **options) for schedule in ("heavy", "sandwich:50%")]
+    lanes = [view.locator(".lane").nth(k) for k in range(2)]
+    assert [text_of(lane) for lane in lanes] == [samples.texts[0] for samples in wanted]
+    # What differs is marked, in both, and counted.
+    pairs = list(zip(wanted[0].texts[0], wanted[1].texts[0], strict=True))
+    differ = [position for position, (one, other) in enumerate(pairs) if one != other]
+    assert differ, "a seed under which nothing differs tests nothing"
+    for lane in lanes:
+        marked = lane.locator(".text span").evaluate_all("all => all.map(span => span.classList.contains('differs'))")
+        assert [position for position, mark in enumerate(marked) if mark] == differ
+    assert view.locator("#differ").text_content().startswith(f"{len(differ)} of {48 - 4} tokens differ")
+    # Colours are the writers', and pointing at a token says when, by whom and how likely.
+    light, heavy = family.light, family.heavy
+    writers = wanted[1].trace.model_nL[0]
+    for position in (4, 20, 47):
+        token = lanes[1].locator(".text span").nth(position)
+        token.hover()
+        said = lanes[1].locator(".inspect").text_content()
+        name = wanted[1].trace.models[writers[position]]
+        assert re.search(rf"position {position + 1} of 48 · by {name} in call \d+ of \d+, t = [01]\.\d+", said), said
+        assert lanes[0].locator(".text span").nth(position).evaluate("span => span.classList.contains('on')")
+        rank = family.names.index(name)
+        assert token.evaluate("span => span.style.getPropertyValue('--c')") == colour_of(rank)
+    view.locator("#prompt").focus()
+    # Costs.
+    notes = view.locator("#costs .note").all_text_contents()
+    assert notes[:2] == [str(samples.cost.total_calls) for samples in wanted] and len(notes) == 6
+    assert wanted[1].cost.calls[light] and wanted[1].cost.calls[heavy]
+    # The keyboard goes through tokens, and back through the calls.
+    lanes[0].locator(".text").focus()
+    for key in ("End", "ArrowLeft", "ArrowUp", "ArrowDown", "Home", "ArrowRight"):
+        view.keyboard.press(key)
+    assert "position 2 of 48 · given" in lanes[0].locator(".inspect").text_content()
+    view.locator("#controls input").fill("0")
+    assert lanes[1].locator(".mask").count() == 44
+    # The player that is saved has both lanes in it, whole.
+    with view.expect_download() as download:
+        view.locator("#save").click()
+    download.value.save_as(tmp_path / "saved.html")
+    saved = view.context.new_page()
+    saved.goto((tmp_path / "saved.html").as_uri() + "#1/999")
+    assert [text_of(saved.locator("section").nth(k)) for k in range(2)] == [samples.texts[0] for samples in wanted]
+
+
+def test_the_strip_is_edited_by_keyboard_and_pointer(view: Any, address: str, family: Any) -> None:
+    opened(view, address)
+    (light, middle, heavy), borders = family.names, view.get_by_role("slider", name="border between")
+    assert borders.count() == 2 and view.locator("#plan").text_content()
+    first = borders.first
+    first.focus()
+    for key in ("ArrowRight", "ArrowRight", "PageUp", "Shift+ArrowLeft"):
+        view.keyboard.press(key)
+    assert notation(view) == f"{light}:36.9% {heavy}:38.1% {light}:25%"
+    assert first.get_attribute("aria-valuenow") == "36.9" and first.get_attribute("aria-valuemax") == "74"
+    view.keyboard.press("Home")
+    assert notation(view) == f"{light}:1% {heavy}:74% {light}:25%"
+    view.keyboard.press("End")
+    view.keyboard.press("ArrowRight")
+    assert notation(view) == f"{light}:74% {heavy}:1% {light}:25%"
+    # Delete on a border lets the stretch before it go on; s splits, a digit chooses the model, delete removes.
+    view.keyboard.press("Delete")
+    assert notation(view) == f"{light}:75% {light}:25%"
+    view.keyboard.press("s")
+    view.keyboard.press("2")
+    assert notation(view) == f"{light}:38% {middle}:37% {light}:25%"
+    view.keyboard.press("Delete")
+    assert notation(view) == light
+    view.get_by_role("button", name="Split").click()
+    view.get_by_role("group", name="Model of the stretch").get_by_role("button", name=heavy).click()
+    view.get_by_label("Share, %").fill("30")
+    view.get_by_label("Share, %").press("Enter")
+    assert notation(view) == f"{light}:70% {heavy}:30%"
+    # The pointer.
+    box, border = view.locator("#strip").bounding_box(), borders.first.bounding_box()
+    view.mouse.move(border["x"] + border["width"] / 2, border["y"] + 10)
+    view.mouse.down()
+    view.mouse.move(box["x"] + 0.4 * box["width"], border["y"] + 10, steps=3)
+    view.mouse.up()
+    assert notation(view) == f"{light}:40% {heavy}:60%"
+    # What is typed is drawn; counts of steps and a spacing go where they belong; what is wrong is said.
+    for text, stretches, pace, number in (
+        ("L8 H32 L8", 3, "steps", "48"),
+        ("small-first:25% spaced:5:prefix", 2, "prefix", "5"),
+        ("interleaved:25%", 0, "prefix", "5"),
+        ("sandwhich:25%", 0, "prefix", "5"),
+    ):
+        view.locator("#schedule").fill(text)
+        with view.expect_response("**/v1/schedule*") as answer:
+            view.locator("#schedule").press("Enter")
+        bad = answer.value.status == 400
+        assert bad == (stretches == 0)
+        if bad:
+            view.locator("#plan.bad").wait_for()
+            assert answer.value.json()["error"]["message"] == view.locator("#plan").text_content()
+        else:
+            view.wait_for_timeout(50)
+            assert view.locator(".segment").count() == stretches
+        assert (view.locator("#pace").input_value(), view.locator("#number").input_value()) == (pace, number)
+
+
+def test_a_link_restores_and_the_code_says_the_same(
+    view: Any, address: str, family: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view.goto(address)
+    view.locator(".segment").first.wait_for()
+    view.get_by_label("Fill in blanks").check(force=True)
+    view.locator("#infill").fill("the ____ of the ______")
+    view.locator("#schedule").fill("light")
+    view.locator("#schedule").press("Enter")
+    view.locator("#pace").select_option("steps")
+    view.locator("#number").fill("6")
+    view.locator("#seed").fill("11")
+    view.locator("#compare").uncheck()
+    view.locator("summary").click()
+    view.locator("#temperature").fill("0.9")
+    view.locator("#share").click()
+    view.get_by_text("Link copied.").wait_for()
+    link = view.evaluate("navigator.clipboard.readText()")
+
+    other = view.context.new_page()
+    other.goto(link)
+    other.locator(".segment").first.wait_for()
+    codes = []
+    for language in ("cli", "python", "curl"):
+        for tab in (view, other):
+            tab.locator(f"[name=snippet][value={language}]").check(force=True)
+        assert view.locator("#snippet").text_content() == other.locator("#snippet").text_content()
+        other.locator("#copy").click()
+        other.get_by_text("Code copied.").wait_for()
+        codes.append(other.evaluate("navigator.clipboard.readText()"))
+    other.locator("#run").click()
+    other.locator("#save:not([disabled])").wait_for()
+    assert other.locator(".lane").count() == 1
+    text = text_of(other.locator(".lane"))
+
+    # Pasted, each gives this text.
+    command, *words = shlex.split(codes[0].replace("\\\n", ""))
+    assert command == "relaylm" and cli.main([*words, "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == text
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(codes[1], {})
+    assert said.getvalue().startswith(text)
+    words = shlex.split(codes[2].replace("\\\n", ""))
+    assert words[:2] == ["curl", "-N"] and words[2] == f"{address}/v1/denoise"
+    (kind,), (body,) = ([words[k + 1] for k, word in enumerate(words) if word == flag] for flag in ("-H", "-d"))
+    answer = httpx.post(words[2], content=body, headers=dict([kind.split(": ")]), timeout=60)
+    done = json.loads(re.findall(r"event: done\ndata: (.*)", answer.text)[0])
+    assert done["texts"] == [text]
+
+
+def events(*pairs: tuple[str, dict[str, Any]]) -> str:
+    return "".join(f"event: {name}\ndata: {json.dumps(value)}\n\n" for name, value in pairs)
+
+
+def test_a_hostile_text_is_text(view: Any, address: str, tmp_path: Path) -> None:
+    """Names, tokens, messages: whatever a server says is shown, never read as HTML."""
+    models = httpx.get(f"{address}/v1/models").json()
+    models["data"][0]["id"] = HOSTILE
+    start = {"id": "x", "family": HOSTILE, "rows": 1, "length": 3, "seed": 0, "schedule": HOSTILE, "law": "uniform:3"}
+    start |= {"steps": 3, "models": [], "given": [[HOSTILE, None, None]], "planned": None}
+    name = models["data"][0]["relaylm"]["models"][-1]["name"]
+    written = {"row": 0, "positions": [2], "tokens": [0], "texts": [HOSTILE], "logprobs": [-0.5], "model": name}
+    stream = events(
+        ("start", start),
+        ("written", {**written, "step": 2, "t": 0.7}),
+        ("error", {"error": {"message": HOSTILE, "type": "x", "code": "x"}}),
+    )
+    view.route("**/v1/models", lambda route: route.fulfill(json=models))
+    view.route("**/v1/schedule*", lambda route: route.fulfill(status=400, json={"error": {"message": HOSTILE}}))
+    view.route("**/v1/denoise", lambda route: route.fulfill(body=stream, content_type="text/event-stream"))
+    view.goto(f"{address}/#{urlencode({'schedule': HOSTILE, 'prompt': HOSTILE})}")
+    view.get_by_text(HOSTILE).nth(1).wait_for()  # the plan's line
+    view.locator("#run").click()
+    view.locator("#problem").get_by_text(HOSTILE).wait_for()
+    tokens = view.locator(".lane").first.locator(".text span")
+    assert tokens.nth(0).text_content() == tokens.nth(2).text_content() == HOSTILE
+    tokens.nth(2).hover()
+    assert "probability 0.61" in view.locator(".lane").first.locator(".inspect").text_content()
+    with view.expect_download() as download:
+        view.locator("#save").click()
+    download.value.save_as(tmp_path / "saved.html")
+    assert view.locator("img, main script").count() == 0
+    view.goto((tmp_path / "saved.html").as_uri() + "#1/9")
+    assert text_of(view.locator("section").first).count(HOSTILE) == 2 and view.locator("img").count() == 0
+
+
+# The least contrast of any text with what is behind it, by WCAG's formula, and that text.
+CONTRAST = """() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const seen = colours => {
+    for (const colour of ["white", ...colours]) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = rgb => rgb.map(c => c / 255).map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, c, k) => sum + c * [0.2126, 0.7152, 0.0722][k], 0);
+  let worst = [99, ""];
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const element = texts.currentNode.parentElement;
+    if (!texts.currentNode.data.trim() || !element.checkVisibility()) continue;
+    if (element.closest(".mask, :disabled, option")) continue;
+    const behind = [];
+    for (let at = element; at; at = at.parentElement) behind.unshift(getComputedStyle(at).backgroundColor);
+    const [a, b] = [light(seen(behind)), light(seen([...behind, getComputedStyle(element).color]))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < worst[0]) worst = [ratio, texts.currentNode.data];
+  }
+  return worst;
+}"""
+
+
+@pytest.mark.parametrize(("width", "theme"), [(390, "dark"), (320, "light")])
+def test_on_a_phone_nothing_is_cut_off_and_all_is_legible(chrome: Any, address: str, width: int, theme: str) -> None:
+    context = chrome.new_context(viewport={"width": width, "height": 800}, color_scheme=theme, has_touch=True)
+    view = context.new_page()
+    opened(view, address)
+    view.locator("summary").click()
+    view.locator("#run").tap()
+    view.locator("#save:not([disabled])").wait_for()
+    view.locator(".written").nth(5).tap()
+    assert "by " in view.locator(".inspect").first.text_content()
+    assert view.evaluate("document.documentElement.scrollWidth") == width
+    view.wait_for_timeout(600)  # colours of new tokens fade
+    for _ in range(2):
+        ratio, text = view.evaluate(CONTRAST)
+        assert ratio >= 4.5, text
+        view.locator("#theme").click()
+        view.wait_for_timeout(600)
+    context.close()
+
+
+def test_the_page_asks_for_a_key_where_one_is_needed(view: Any, address: str) -> None:
+    def guarded(route: Any) -> None:
+        if route.request.headers.get("authorization") == "Bearer open":
+            route.continue_()
+        else:
+            route.fulfill(status=401, json={"error": {"message": "the API key is missing or wrong"}})
+
+    view.route("**/v1/**", guarded)
+    view.goto(address)
+    view.locator("#problem").get_by_text("API key").wait_for()
+    assert view.locator("#key").evaluate("key => key === document.activeElement")
+    view.locator("#key").fill("open")
+    view.locator("#key").press("Tab")
+    view.locator(".segment").first.wait_for()
+    assert "open" not in view.url and view.locator("#problem").is_hidden()
+
+
+def test_the_policy_of_the_page_is_strict(address: str) -> None:
+    answer = httpx.get(address)
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "script-src 'self'" in policy
+    assert not re.search(r"<script(?![^>]*src=)|\sstyle=|<style|\son\w+=|https?:", answer.text)
+
+
+def test_stop_stops(view: Any, address: str) -> None:
+    opened(view, address, length="256", pace="steps", number="256")
+    view.locator("#run").click()
+    view.locator(".written").first.wait_for()
+    view.locator("#stop").click()
+    view.locator("#run").wait_for()
+    assert view.locator(".mask").count() and view.locator("#problem").is_hidden()
+    for _ in range(100):  # no row stays behind
+        if not httpx.get(f"{address}/health").json().get("rows_in_flight"):
+            break
+        view.wait_for_timeout(100)
+    assert not httpx.get(f"{address}/health").json().get("rows_in_flight")
