@@ -28,7 +28,7 @@ from relaylm.errors import UserError, reason
 
 COMMANDS = (
     *("sample", "info", "ls", "compare", "compose", "cost", "importance", "pairs", "search"),
-    *("prepare", "train", "bound", "convert", "serve", "bench", "reproduce", "demo"),
+    *("prepare", "train", "lighten", "bound", "convert", "serve", "bench", "reproduce", "demo"),
 )
 DESCRIPTION = """\
 Masked diffusion language models whose denoisers take turns.
