@@ -51,6 +51,8 @@ FLAGS = {
     "ls": COMMON,
     "prepare": COMMON | {"--tokenizer", "--packing", "--length", "--holdout", "--license"},
     "train": COMMON | {"--preset", "--depths", "--twin", "--judge", "--name", "--set", "--force", "--device"},
+    "lighten": COMMON
+    | {"--blocks", "--corpus", "--out", "--name", "--rows", "--set", "--force", "--heavy", "--device"},
     "compare": COMMON
     | {"--family", "--schedules", "-n", "--n", "-T", "--steps", "--length", "--prompts", "--judge", "--recipe"}
     | {"--no-rivals", "--bound", "--mauve", "--timing", "--light", "--heavy", "--batch-size", "--store", "--fresh"}
