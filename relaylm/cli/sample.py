@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> tools.Result:
         from relaylm.convert import texts
 
         samples = replace(samples, texts=texts(family, samples.tokens, len(family.tokenizer.encode(args.prompt))))
-    if args.json != "-" and not live:
+    if args.json != "-":
         show_samples(family, samples)
     by_time = samples.law.startswith("uniform") or (rule is not None and not rule.adaptive)  # else no timetable
     if args.svg is not None:
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> tools.Result:
 
         along = bound if by_time or samples.law.startswith("spaced") else None
         tools.write_text(args.html, page(family, replace(samples, schedule=typed), along, heavy))
-    tools.note(cost_line(samples, typed, heavy))
+    tools.note(cost_line(samples, typed, heavy, min(samples.tokens.shape[1], family.length)))
     if samples.changes_law:
         tools.note(f"{', '.join(samples.changes_law)}: these samples do not follow the models' own law")
     return tools.with_provenance(samples.to_json(), family, args)
@@ -137,7 +137,7 @@ def draw(args: argparse.Namespace, family: Any, schedule: Any, options: dict[str
 
 def show_samples(family: Any, samples: Any) -> None:
     """Print the texts; in a terminal each token in the colour of the model that wrote it."""
-    from relaylm.show.colours import pieces_of
+    from relaylm.show.colours import pieces_of, readable
     from relaylm.show.terminal import coloured, console_for, has_colours, legend
 
     console = console_for(sys.stdout)
@@ -145,7 +145,7 @@ def show_samples(family: Any, samples: Any) -> None:
     for row in range(len(samples.tokens)):
         if row:
             print("─" * 40)
-        text = samples.texts[row] if samples.texts else " ".join(map(str, samples.tokens[row]))
+        text = readable(family, samples.texts[row]) if samples.texts else " ".join(map(str, samples.tokens[row]))
         # Tokens can be coloured only where their texts, joined, are the text.
         if colours and "".join(pieces_of(family, samples.tokens[row])) == text:
             console.print(coloured(family, samples, row), soft_wrap=True)
@@ -156,7 +156,7 @@ def show_samples(family: Any, samples: Any) -> None:
         console_for(sys.stderr).print(legend(family, wrote, bool((samples.trace.model_nL < 0).any())))
 
 
-def cost_line(samples: Any, schedule: str, heavy: str) -> str:
+def cost_line(samples: Any, schedule: str, heavy: str, reference: int) -> str:
     """Steps, calls, FLOPs and seconds, in one line."""
     cost = samples.cost
     calls = ", ".join(f"{count} of {name}" for name, count in cost.calls.items() if count)
@@ -164,6 +164,7 @@ def cost_line(samples: Any, schedule: str, heavy: str) -> str:
     law = f"{samples.law}, at most {steps} calls a row" if samples.law.startswith("spaced") else f"{steps} steps"
     line = f"{schedule}: {law}, calls: {calls}"
     if cost.flops is not None:
-        saved = f", {100 * cost.flops_saved:.1f}% saved against {heavy} alone" if cost.flops_saved is not None else ""
-        line += f"; {cost.flops:.3g} FLOPs{saved}"
+        line += f"; {cost.flops:.3g} FLOPs"
+    if cost.flops_saved is not None:
+        line += f", {100 * cost.flops_saved:.1f}% saved (against {heavy} alone in {reference} steps)"
     return f"{line}; {cost.seconds:.2f} s"

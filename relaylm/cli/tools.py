@@ -136,6 +136,11 @@ def write_text(path: str, text: str) -> None:
         raise UserError(f"cannot write {path}: {reason(error)}") from None
 
 
+def saved_note(heavy: str, length: int) -> str:
+    """What savings are counted against, in a sentence."""
+    return f"Saved: operations, against {heavy} alone in {length} steps."
+
+
 def show(args: argparse.Namespace, text: str) -> None:
     """Print a report, unless standard output is for JSON."""
     if args.json != "-":

@@ -62,6 +62,7 @@ class Cost:
     calls: dict[str, int] = field(default_factory=dict)  # by model
     flops: float | None = 0.0  # of those calls; None if a denoiser does not state them
     flops_all_heavy: float | None = 0.0  # the same calls, all made by the heavy model
+    flops_reference: float | None = 0.0  # the heavy model alone, in as many uniform steps as a row has positions
     blocks_saved: float | None = None  # the paper's count, over steps: 1 - mean depth(s(i)) / depth(heavy)
     padded_calls: int = 0  # empty places in batches, computed and thrown away; not part of `calls` or `flops`
     shared_calls: int = 0  # of `calls`: not made, since rows that begin alike have their first one in common
@@ -78,10 +79,11 @@ class Cost:
 
     @property
     def flops_saved(self) -> float | None:
-        """Share of operations saved against the heavy model making the same calls."""
-        if self.flops is None or not self.flops_all_heavy:
+        """Share of operations saved against the reference: the heavy model alone, in as many uniform steps as a row has
+        positions, on the same plans. Savings are counted against it everywhere, by who computes and by fewer calls."""
+        if self.flops is None or not self.flops_reference:
             return None
-        return 1 - self.flops / self.flops_all_heavy
+        return 1 - self.flops / self.flops_reference
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; milliseconds and joules only where they are known."""

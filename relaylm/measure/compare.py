@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from relaylm.core.cost import mean_price
+from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure import metrics
@@ -36,12 +37,13 @@ from relaylm.measure.evaluate import (
 from relaylm.measure.judge import Judge, Scores, features, load_judge, log_perplexity
 from relaylm.measure.plan_likelihood import plan_bound
 from relaylm.measure.prices import prices
-from relaylm.measure.rivals import Entry, base_steps, contenders
+from relaylm.measure.rivals import Entry, base_steps, contenders, one_model
 from relaylm.measure.schedule_likelihood import measure_table, schedule_bound
 from relaylm.measure.store import Store
 from relaylm.measure.timing import energy_counter
 from relaylm.measure.verdict import comparisons, relate, verdict
 from relaylm.measure.verdict import render as render
+from relaylm.sampling.result import reference_flops
 
 if TYPE_CHECKING:
     from relaylm.models.family import Family
@@ -121,7 +123,10 @@ def compare(
             row["mauve"] = metrics.mauve(_features(referee, family, drawn.tokens_nL), human_mD)
         rows.append({**row, "bound": likelihood, **(_measured(family, entry, given_nL, batch) if timing else {})})
     log_Sn = np.array([[math.nan if x is None else x for x in row["log_ppls"]] for row in rows])
-    relate(rows, log_Sn, family, entries, light, heavy)
+    reference = Entry(heavy, one_model(heavy), given_nL.shape[1], "anchor")  # what savings are counted against
+    flops = reference_flops(family[heavy], make_plan(n, given_nL.shape[1], seed, given_nL))
+    measured = _measured(family, reference, given_nL, batch) if timing else {}
+    relate(rows, log_Sn, family, entries, light, heavy, {"flops": flops, **measured}, given_nL.shape[1])
     result = {
         "kind": "compare",
         "family": {"name": family.name, "digest": family.digest},

@@ -12,7 +12,7 @@ from relaylm.core.cost import UNITS, Budget, Price, mean_price
 from relaylm.core.schedule import Schedule, Timetable
 from relaylm.errors import UserError
 from relaylm.measure import timing
-from relaylm.tables import table
+from relaylm.tables import table, terminal_width, wrapped
 
 if TYPE_CHECKING:
     from relaylm.models.family import Family
@@ -111,7 +111,7 @@ def cost_table(
     }
     positions = timing.usual_shape(length, steps, batch)[1]
     calls = {unit: {name: p.base + p.slope * positions for name, p in each.items()} for unit, each in known.items()}
-    all_heavy = _row(known, Schedule.parse("heavy").bind(light, heavy), steps, length)
+    all_heavy = _row(known, Schedule.parse("heavy").bind(light, heavy), length, length)  # savings are against this
     listed = []
     for asked, schedule in zip(schedules, bound, strict=True):
         row = _row(known, schedule, steps, length)
@@ -147,7 +147,8 @@ def _row(
     """What a row costs in each unit; None where that is unknown, or endless."""
     own, row = schedule.steps or steps, dict.fromkeys(UNITS)
     for unit, each in known.items():
-        if not (math.isinf(own) and any(price.every_step for price in each.values())):
+        endless = math.isinf(own) or schedule.spacing is not None
+        if not (endless and any(price.every_step for price in each.values())):
             row[unit] = mean_price(each, schedule, own, np.array([length]))
     return row
 
@@ -165,15 +166,17 @@ def render(result: Mapping[str, Any]) -> str:
     if result["schedules"]:
         head, rows = ["one row under", *(text for unit in units for text in (unit, "saved")), ""], []
         for item in result["schedules"]:
-            pairs = ((f"{item['row'][u]:{forms[u]}}", f"{item['saved'][u]:.1%}") for u in units)
+            both = ((item["row"][u], item["saved"][u], forms[u]) for u in units)
+            pairs = (("", "") if spent is None else (f"{spent:{form}}", f"{saved:.1%}") for spent, saved, form in both)
             over = "" if item.get("within", True) else "over the budget"
             rows.append([item["schedule"], *(text for pair in pairs for text in pair), over])
         lines += ["", table(head, rows)]
     steps = "infinitely many" if math.isinf(result["steps"]) else int(result["steps"])
     about = (
         f"{result['device']}: length {result['length']}, {steps} steps, {result['batch_size']} rows in a batch, "
-        f"{result['positions']:.2f} positions a call; a row of a full batch"
+        f"{result['positions']:.2f} positions a call; a row of a full batch. Saved: against {result['heavy']} alone in "
+        f"{result['length']} steps"
     )
     notes = [f"no joules: {result['no_joules']}"] if result["no_joules"] else []
     notes += [f"budget: {result['budget']}"] if result["budget"] else []
-    return "\n".join([*lines, "", about, *notes, f"kept in {result['table']}"])
+    return "\n".join([*lines, "", *wrapped([about, *notes], terminal_width()), f"kept in {result['table']}"])

@@ -31,9 +31,18 @@ def _counted(steps: float | None) -> int:
 
 
 def relate(
-    rows: list[dict[str, Any]], log_Sn: np.ndarray, family: Family, entries: Sequence[Entry], light: str, heavy: str
+    rows: list[dict[str, Any]],
+    log_Sn: np.ndarray,
+    family: Family,
+    entries: Sequence[Entry],
+    light: str,
+    heavy: str,
+    reference: Mapping[str, float | None],
+    length: int,
 ) -> None:
-    """Add to each row what it is in relation to others: savings against all-heavy, the share of the gap it pays."""
+    """Add to each row what it is in relation to others: savings against the reference (the heavy model alone in as many
+    steps as positions, whose costs these are), the share of the gap it pays. Blocks are counted as in the paper,
+    against as many steps as the heavy model makes in this table."""
     alone = [Entry(name, one_model(name), base_steps(entries), "anchor").identity for name in (heavy, light)]
     identities = [entry.identity for entry in entries]
     h, l = (identities.index(identity) for identity in alone)
@@ -51,10 +60,11 @@ def relate(
             clear = (gap_R > 0).mean() > 0.975  # else the gap itself is in doubt
             ends = np.quantile(paid_R, [0.025, 0.975]).tolist() if clear else [None, None]
             row["gap_paid_ci"] = [metrics.finite(end) for end in ends]
-        flops, most = row["flops"], rows[h]["flops"]
+        against = rows[h] if base_steps(entries) == length else reference
+        flops, most = row["flops"], against["flops"]
         row["flops_saved"] = None if flops is None or not most else 1 - flops / most
         if "milliseconds" in row:
-            row["ms_saved"] = 1 - row["milliseconds"] / rows[h]["milliseconds"]
+            row["ms_saved"] = 1 - row["milliseconds"] / against["milliseconds"]
         row["blocks_saved"] = None
         steps, all_steps = _counted(entry.steps), _counted(entries[h].steps)
         if None not in depths.values() and steps and all_steps:
@@ -179,7 +189,8 @@ def render(result: Mapping[str, Any], width: int | None = None) -> str:
     about = (
         f"{n} samples a row, length {result['length']}, T = {result['steps']}, judge {result['judge']}"
         f"{' (MDLM recipe)' if result['recipe'] == 'mdlm' else ''}; 95% intervals; differences are paired, to "
-        f"{rows[0]['schedule']}, * where it is not chance; ≈ an equal-compute rival, · for the gap"
+        f"{rows[0]['schedule']}, * where it is not chance; ≈ an equal-compute rival, · for the gap; saved: against "
+        f"{result['heavy']} alone in {result['length']} steps"
     )
     notes = [f"note: {note}" for note in result.get("store_notes", [])]
     unscored = sum(row["unscored"] for row in rows)

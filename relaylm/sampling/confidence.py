@@ -33,7 +33,7 @@ from relaylm.sampling.denoise import Options, check_request, denoise, next_call
 from relaylm.sampling.engine import SCRATCH, features_at, settings
 from relaylm.sampling.law import Drawer, Law, widest_float
 from relaylm.sampling.policy import RowStates, policy_text, resolve, static_models
-from relaylm.sampling.result import Event, Samples, Trace, cost_of_calls
+from relaylm.sampling.result import Event, Samples, Trace, cost_of_calls, reference_flops
 from relaylm.sampling.rules import (
     Rule,
     blocks_of,
@@ -82,7 +82,9 @@ def decode(
         else:
             assert times is not None
             samples = denoise(models, followed, planned(rule, plan, times), steps=len(times) - 1, **options)
-        return replace(samples, schedule=policy_text(policy), changes_law=changes)
+        heavy = options.get("heavy") or list(models)[-1]
+        cost = replace(samples.cost, flops_reference=reference_flops(models[heavy], plan))
+        return replace(samples, schedule=policy_text(policy), changes_law=changes, cost=cost)
     run = _finished(models, policy, plan, rule, steps, Options(law=law, **options), greedy)
     return replace(run.samples(began), schedule=policy_text(policy), changes_law=changes)
 
@@ -457,7 +459,7 @@ class RuleRun:
         made_4C = np.concatenate([*self.made, [[-1], [0], [0], [0]]], axis=1)
         model_C, asked_C, at_C = made_4C[[0, 1, 3]].astype(np.int64)
         heavy = self.options.heavy or self.names[-1]
-        cost = cost_of_calls(self.models, model_C[:-1], asked_C[:-1], self.plan.length, heavy, self.policy)
+        cost = cost_of_calls(self.models, model_C[:-1], asked_C[:-1], self.plan.length, heavy, self.policy, self.plan)
         cost.network_calls, cost.padded_calls, cost.batch_size = len(self.made), self.padded_calls, self.batch
         cost.seconds = time.perf_counter() - began
         steps_n = np.full(self.plan.n, self.steps) if self.steps else self.at_n

@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -67,7 +68,28 @@ def denoise(
     given), where that is no grid of steps."""
     began = time.perf_counter()
     options = Options(mask_id, law or Law(), batch_size, heavy, device, callback, on_calls)
-    check_request(models, plan, mask_id, batch_size, heavy)
+    run, finish = begin(models, policy, plan, options, steps, alpha, engine, call_nL)
+    with settings(device):
+        run.share_first_calls()
+        while run.step():
+            pass
+    return finish(began)
+
+
+def begin(
+    models: Mapping[str, Any],
+    policy: Policy | Schedule,
+    plan: Plan,
+    options: Options,
+    steps: float | None = None,
+    alpha: Alpha = LINEAR,
+    engine: Engine | None = None,
+    call_nL: np.ndarray | None = None,
+) -> tuple[Run, Callable[[float], Samples]]:
+    """A run that has made no call, and the function that gives its samples once nothing is left to do (of the time at
+    which it began). `denoise` takes it to its end; who wants to see several runs side by side makes their calls in
+    turn, under `engine.settings`."""
+    check_request(models, plan, options.mask_id, options.batch_size, options.heavy)
     followed, times = resolve(policy, steps)
     spacing = policy.spacing if isinstance(policy, Schedule) else None
     if spacing is not None and alpha != LINEAR:
@@ -77,12 +99,8 @@ def denoise(
     else:
         events = make_events(plan, times, alpha) if spacing is None else spaced_events(plan, spacing)
     run = Run(models, followed, plan, events, options, 0 if times is None else len(times) - 1, engine)
-    with settings(device):
-        run.share_first_calls()
-        while run.step():
-            pass
     calls = math.inf if spacing is None and call_nL is None else int(events.per_row_n.max(initial=0))
-    return run.samples(policy_text(policy), calls if times is None else len(times) - 1, began)
+    return run, partial(run.samples, policy_text(policy), calls if times is None else len(times) - 1)
 
 
 def check_request(
@@ -249,7 +267,7 @@ class Run:
         assert self.done == len(model_E) and not (tokens_nL == options.mask_id).any(), "a planned event was not run"
         everywhere = self.states is not None and self.states.wants_logits
         heavy = options.heavy or self.names[-1]
-        cost = cost_of_calls(self.models, model_E, events.count_E, plan.length, heavy, self.policy, everywhere)
+        cost = cost_of_calls(self.models, model_E, events.count_E, plan.length, heavy, self.policy, plan, everywhere)
         cost.network_calls, cost.padded_calls = self.network_calls, self.padded_calls
         cost.shared_calls, cost.batch_size = self.shared_calls, self.queue.batch
         cost.seconds = time.perf_counter() - began

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from relaylm.core.cost import Cost, blocks_saved
+from relaylm.core.plan import Plan
 from relaylm.core.schedule import Policy, Schedule, Timetable
 
 
@@ -107,9 +108,11 @@ def cost_of_calls(
     length: int,
     heavy: str,
     followed: Policy | Schedule,
+    plan: Plan,
     everywhere: bool = False,
 ) -> Cost:
-    """The cost of calls that were made: by model, in operations, and against the same calls all made by `heavy`.
+    """The cost of calls that were made: by model, in operations, against the same calls all made by `heavy`, and
+    against the reference for this plan.
     `blocks_saved` is the paper's count over the steps of a timetable, and None for other policies."""
     names, each = tuple(models), list(models.values())
     calls = np.bincount(model_E, minlength=len(names)).tolist()
@@ -120,7 +123,30 @@ def cost_of_calls(
     saved = None
     if isinstance(followed, Timetable) and None not in depths.values():
         saved = blocks_saved(depths, followed.models, heavy)
-    return Cost(dict(zip(names, calls, strict=True)), total, total_heavy, saved)
+    reference_K = reference_calls(plan)
+    reference = reference_flops(models[heavy], plan, reference_K)
+    if np.array_equal(reference_K, np.bincount(count_E)):  # these calls are the reference's, to the last bit
+        reference = total_heavy
+    return Cost(dict(zip(names, calls, strict=True)), total, total_heavy, reference, saved)
+
+
+def reference_calls(plan: Plan) -> np.ndarray:
+    """How many calls ask for 0, 1, 2, ... positions where a plan is followed in as many uniform steps as a row has
+    positions."""
+    length, free_nL = plan.length, plan.given_nL < 0
+    ends = 1 - (1 - np.arange(length + 1) / length)  # as `make_events` has them
+    step_F = np.searchsorted(ends, plan.u_nL[free_nL])
+    count = np.bincount(np.nonzero(free_nL)[0] * (length + 1) + step_F, minlength=1)
+    return np.bincount(count[count > 0], minlength=1)
+
+
+def reference_flops(heavy: Any, plan: Plan, calls_K: np.ndarray | None = None) -> float | None:
+    """Operations of the heavy model alone in as many uniform steps as a row has positions, which savings are counted
+    against; None if it does not say what it costs."""
+    if not hasattr(heavy, "flops"):
+        return None
+    calls_K = reference_calls(plan) if calls_K is None else calls_K
+    return float(sum(count * heavy.flops(plan.length, k) for k, count in enumerate(calls_K.tolist()) if count))
 
 
 def total_cost(parts: Sequence[Cost]) -> Cost:
@@ -130,7 +156,7 @@ def total_cost(parts: Sequence[Cost]) -> Cost:
         values = [getattr(part, name) for part in parts]
         return None if None in values else sum(values)
 
-    summed = ("flops", "flops_all_heavy", "padded_calls", "shared_calls", "network_calls", "seconds")
+    summed = ("flops", "flops_all_heavy", "flops_reference", "padded_calls", "shared_calls", "network_calls", "seconds")
     return Cost(
         calls={name: sum(part.calls[name] for part in parts) for name in parts[0].calls},
         blocks_saved=parts[0].blocks_saved,

@@ -23,6 +23,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # beside the colours, for print i
 # From the lightest model of a family to its heaviest; the first ones are the easiest to distinguish.
 MODELS = (RED, BLUE, VIOLET, BROWN, PINK, GREEN)
 GIVEN, MASKED = -1, -2  # in place of a model's rank: a position that the user gave, one that is still masked
+END = " [end] "  # where a text ends, in place of a tokenizer's own mark (<|endoftext|>)
 GREYS = {GIVEN: "#808080", MASKED: "#4D4D4D"}
 
 
@@ -38,11 +39,20 @@ def writers_of(family: Family, samples: Samples, row: int) -> list[int]:
     return [GIVEN if model < 0 else ranks[model] for model in samples.trace.model_nL[row].tolist()]
 
 
+def readable(family: Family, text: str) -> str:
+    """The text with a plain mark where the model ended one text and began another."""
+    tokenizer = family.tokenizer
+    if tokenizer is None or tokenizer.eos_id is None:
+        return text
+    return text.replace(tokenizer.decode([tokenizer.eos_id]), END)
+
+
 def pieces_of(family: Family, tokens_L: np.ndarray) -> list[str]:
-    """The text of each token by itself; a masked one is a blank."""
+    """The text of each token by itself, made `readable`; a masked one is a blank."""
     if family.tokenizer is None:
         return [f"{token} " for token in tokens_L]
-    return [family.tokenizer.decode_partial([int(token)], family.mask_id) for token in tokens_L]
+    decode = family.tokenizer.decode_partial
+    return [readable(family, decode([int(token)], family.mask_id)) for token in tokens_L]
 
 
 def printable(piece: str) -> str:

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
+import json
+import os
+import pty
 import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +25,9 @@ from relaylm.models.family import Family
 from relaylm.sampling.result import Samples
 from relaylm.sampling.sample import sample
 from relaylm.show.colours import COLOURS, GIVEN, MASKED, MODELS, colour_of, runs_of, writers_of
-from relaylm.show.terminal import Watch, coloured, console_for, has_colours, legend, side_by_side
+from relaylm.show.terminal import Watch, coloured, console_for, has_colours, legend, positions_in_line, side_by_side
+
+ROOT = Path(__file__).parents[2]
 
 
 class Terminal(io.StringIO):
@@ -106,24 +119,37 @@ def test_side_by_side(
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_a_denoising_in_a_terminal_and_in_a_pipe(width: int, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_denoising_keeps_its_lines(width: int, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every frame has the same number of lines, none is too long, and the cursor is given back."""
     monkeypatch.setenv("COLUMNS", str(width))
     given_L = np.full(family.length, -1)
     given_L[:4] = family.tokenizer.encode("the ")
-    shown = {}
     for stream in (Terminal(), io.StringIO()):
+        frames: list[list[str]] = []
         with Watch(family, given_L, family.names, stream, pace=0.0) as watch:
-            drawn = sample(family, "L25% H50% L25%", 1, seed=3, prompt="the ", callback=watch)
+
+            def follow(event: Any, watch: Watch = watch, frames: list[list[str]] = frames) -> None:
+                watch.drawn = 0.0  # each frame is due
+                watch(event)
+                frames.append(watch.drafts[0].picture(width).plain.splitlines())
+
+            drawn = sample(family, "L25% H50% L25%", 1, seed=3, prompt="the ", callback=follow)
         assert 0 < watch.seconds < drawn.cost.seconds
-        shown[type(stream)] = stream.getvalue()
-        lines = without_codes(stream.getvalue()).splitlines()
-        assert max(map(len, lines)) <= min(width, 100)
-        free = family.length - 4
-        assert f"{free}/{free} written" in lines[-2] and lines[-1].startswith("written by ")
-        end = " ".join(line.strip() for line in lines[-6:-3] if "_" not in line)
-        assert end.endswith(" ".join(drawn.texts[0].split()[-2:]))
-    assert shown[Terminal].count("\x1b[?25l") == shown[Terminal].count("\x1b[?25h") == 1  # the cursor is shown again
-    assert "\x1b" not in shown[io.StringIO]
+        assert {len(lines) for lines in frames} == {-(-family.length // width)}
+        assert "".join(frames[-1]) == drawn.texts[0] and watch.drafts[0].written == family.length - 4
+        assert all(len(line) <= width for line in without_codes(stream.getvalue()).splitlines())
+        text = stream.getvalue()
+        assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == isinstance(stream, Terminal)
+
+
+def test_lines_of_word_pieces_hold_what_mostly_fits() -> None:
+    large: Any = SimpleNamespace(vocab_size=8193)
+    each = [positions_in_line(large, width) for width in (1, 26, 60, 80, 120)]
+    assert (
+        each[0] == 1
+        and each == sorted(each)
+        and all(3.9 * k <= width for k, width in zip(each[1:], (26, 60, 80, 120), strict=True))
+    )
 
 
 def test_an_error_gives_the_cursor_back(family: Family) -> None:
@@ -138,4 +164,57 @@ def test_an_error_gives_the_cursor_back(family: Family) -> None:
         Watch(family, np.full(family.length, -1), family.names, stream, pace=0.0) as watch,
     ):
         sample(family, "heavy", 1, callback=fail)
-    assert stream.getvalue().rstrip().endswith("\x1b[?25h")
+    assert stream.getvalue().count("\x1b[?25l") == stream.getvalue().count("\x1b[?25h") == 1
+
+
+# ------------------------------------------------------------------------------------------- a real pseudo-terminal
+
+
+IMPATIENT = "import relaylm.cli.demo as demo, relaylm.__main__ as program; demo.SECONDS = 0; program.main()"
+PLAYED = ["sample", "--family", "wiki-char", "--schedule", "sandwich:50%", "--spacing", "8", "--length", "192"]
+
+
+def on_screen(width: int, *words: str, lines: int = 24) -> list[str]:
+    """What a terminal of that size shows once a command has ended, without the empty lines below."""
+    pyte = pytest.importorskip("pyte")
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, width, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    command = [sys.executable, "-c", IMPATIENT, *words]
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment, cwd=ROOT)
+    os.close(slave)
+    screen = pyte.HistoryScreen(width, lines, history=500)
+    stream = pyte.ByteStream(screen)
+    with contextlib.suppress(OSError):  # the last reader of a pseudo-terminal gets an error, not an end
+        while data := os.read(master, 65536):
+            stream.feed(data)
+    os.close(master)
+    assert process.wait() == 0, screen.display
+    above = ["".join(line[k].data for k in range(width)) for line in screen.history.top]
+    return [line.rstrip() for line in "\n".join([*above, *screen.display]).rstrip().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def piped() -> str:
+    """The text that a pipe gets."""
+    command = [sys.executable, "-m", "relaylm", *PLAYED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "\x1b" not in done.stdout + done.stderr
+    return done.stdout.rstrip("\n")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_nothing_of_a_denoising_is_left_on_the_screen(width: int, piped: str) -> None:
+    shown = on_screen(width, *PLAYED)
+    assert len(piped) == 192 and "".join(line.ljust(width) for line in shown)[:192] == piped  # at the top of the screen
+    assert not any("_" in line for line in shown) and sum("FLOPs" in line for line in shown) == 1
+
+
+def test_the_demo_on_a_screen(tmp_path: Path) -> None:
+    shown = on_screen(80, "demo", "--family", "wiki-char", "--json", str(tmp_path / "demo.json"))
+    found = json.loads((tmp_path / "demo.json").read_text())
+    start = next(k for k, line in enumerate(shown) if "┼" in line) + 1
+    cells = [line.split("│") for line in shown[start:] if "│" in line]
+    for k, samples in enumerate(found["samples"].values()):
+        assert "".join(cell[k].strip() + " " for cell in cells).split() == samples["texts"][0].split()
+    assert not any("_" in line for line in shown) and any("Try next" in line for line in shown)

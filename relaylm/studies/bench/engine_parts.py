@@ -173,7 +173,8 @@ def shares(job: Job, row_step_seconds: float) -> dict[str, Any]:
         base = float(np.mean([seconds for share, seconds, _, _ in done if share == 0]))
         base_flops = next(flops for share, _, flops, _ in done if share == 0)
         for share, seconds, flops, cost in done:
-            one = {"wall": 1 - seconds / base, "computed": 1 - flops / base_flops, "flops": cost.flops_saved or 0.0}
+            one = {"wall": 1 - seconds / base, "computed": 1 - flops / base_flops}
+            one["flops"] = 1 - cost.flops / cost.flops_all_heavy if cost.flops and cost.flops_all_heavy else 0.0
             one |= {"light": cost.calls["light"] / cost.total_calls, "blocks": cost.blocks_saved or 0.0}
             found[share].append({**one, "padded": cost.padded_calls})
     entries = [_entry(share, found[share]) for share in SHARES]
