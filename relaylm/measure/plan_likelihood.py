@@ -108,7 +108,7 @@ def plan_bound(
                 log_p = logits.log_softmax(dim=-1).gather(2, text_BL.gather(1, places)[..., None])[..., 0]
                 np.add.at(nats_N, row_E[part], -np.where(real_BK, log_p.cpu().numpy(), 0.0).sum(axis=1))
                 bar.update(len(part))
-    return _bound(nats_N, length, cost_of_calls(models, model_E, events.count_E, length, names[-1], followed))
+    return _bound(nats_N, length, cost_of_calls(models, model_E, events.count_E, length, names[-1], followed, plan))
 
 
 def _bound(nats_N: np.ndarray, length: int, cost: Cost) -> ScheduleBound:
