@@ -16,7 +16,7 @@ def run(args: argparse.Namespace) -> tools.Result:
     """List what can be named without a path, and the families in folders."""
     from relaylm.core.schedule import hand_made
     from relaylm.models.load import list_families
-    from relaylm.train.family import presets
+    from relaylm.train.recipe import load_preset, presets
 
     for folder in args.folder:
         if not Path(folder).is_dir():
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> tools.Result:
     found: tools.Result = {
         "families": list_families(*args.folder),
         "schedules": {name: str(schedule) for name, schedule in hand_made().items()},
-        "presets": presets(),
+        "presets": {name: load_preset(name).description for name in presets()},
         "default": tools.default_family(None),
     }
     lines = ["families"]
@@ -33,6 +33,6 @@ def run(args: argparse.Namespace) -> tools.Result:
         lines.append(f"  {entry['source']}{' (bundled)' if entry['bundled'] else ''}: {about}")
     lines += ["schedules (any other: see relaylm sample --help)"]
     lines += [f"  {name}: {text}" for name, text in found["schedules"].items()]
-    lines += ["presets for relaylm train", "  " + ", ".join(found["presets"])]
+    lines += ["presets for relaylm train", *(f"  {name}: {text}" for name, text in found["presets"].items())]
     tools.show(args, "\n".join(lines))
     return found

@@ -22,22 +22,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--judge", type=natural, help="blocks of a left-to-right judge; 0: none (default: the preset's)")
     add("--name", help="the family's name")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="any other number of the recipe")
+    add("--no-pairs", action="store_true", help="do not measure which positions can be written together")
     add("--force", action="store_true", help="go on from the run that is there although settings differ")
     add_shared(parser, "device")
 
 
 def run(args: argparse.Namespace) -> tools.Result:
-    """Train, or go on with training, and say where the family is."""
+    """Train, or go on with training, and say what the family is worth and what to do next."""
+    from relaylm.models.family import Family
+    from relaylm.train.corpus import TokenFile
     from relaylm.train.family import train_family
+    from relaylm.train.report import render, report
 
     overrides = {key: value for key, value in tools.chosen(args, "depths twin judge").items() if value is not None}
     overrides |= dict(map(setting, args.set))
     command = "relaylm " + " ".join(sys.argv[1:])
-    same = tools.chosen(args, "device name force")
-    family = train_family(args.corpus, args.out, args.preset, progress=True, command=command, **same, **overrides)
-    if os.environ.get("RANK", "0") == "0":  # one of the processes of torchrun
-        tools.note(f"the family is in {family}: relaylm sample --family {family}")
-    return {"family": str(family)}
+    same = {**tools.chosen(args, "device name force"), "pairs": not args.no_pairs}
+    folder = train_family(args.corpus, args.out, args.preset, progress=True, command=command, **same, **overrides)
+    if os.environ.get("RANK", "0") != "0":  # not the first of the processes of torchrun
+        return {}
+    found = report(folder, TokenFile.load(args.corpus, verify=False))
+    tools.show(args, render(Family.load(folder), found))
+    return {"family": str(folder), **found}
 
 
 def setting(text: str) -> tuple[str, Any]:

@@ -7,6 +7,7 @@ A family is a folder, format version 1:
     tokenizer.json     where the tokenizer is a `tokenizers` JSON
     README.md          the model card
     heldout.txt        text that no model was trained on, where there is some
+    pairs.json         the heavy model's table of pairs, where it was measured
     .relaylm.json      the sha256 of every file as it was written: what may be replaced (`files.write_folder`)
 
 Nothing is trusted and nothing is unpickled: a file is read once, hashed, and the bytes that were hashed are the bytes
@@ -44,7 +45,7 @@ from relaylm.models.denoiser import Architecture, Denoiser, Transformer, build
 from relaylm.models.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT, VERSION = "relaylm-family", 1
-MANIFEST, CARD, HELDOUT = "family.json", "README.md", "heldout.txt"
+MANIFEST, CARD, HELDOUT, PAIRS = "family.json", "README.md", "heldout.txt", "pairs.json"
 # What determines the numbers that a family computes. The rest of family.json (name, roles, meta) may be edited by hand.
 DIGESTED = ("length", "vocab_size", "mask_id", "tokenizer", "models", "judge", "twins")
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
@@ -208,6 +209,7 @@ def save_family(
     twins: Mapping[str, Transformer] | None = None,
     card: str | None = None,
     heldout: str = "",
+    pairs: Mapping[str, Any] | None = None,
     meta: dict[str, Any] | None = None,
     light: str | None = None,
     heavy: str | None = None,
@@ -220,7 +222,8 @@ def save_family(
     `dtype` is what matrices are stored in; None takes bfloat16 where that loses nothing, else float32 (or float64). A
     folder that is not empty is refused unless it is a family and `overwrite` is set; it is replaced once the new one
     is complete, if no file in it was added or edited by others. `twins` are models from another seed, by the name of
-    the model they equal; `heldout` is a text that none of the models was trained on."""
+    the model they equal; `heldout` is a text that none of the models was trained on, `pairs` the
+    heavy model's table of pairs as JSON values."""
     title = " ".join((name or Path(os.path.realpath(Path(folder).expanduser())).name).split())
     twins, meta = dict(twins or {}), meta or {}
     networks = _check_storable(models, twins, tokenizer, length, meta)
@@ -260,6 +263,8 @@ def save_family(
         manifest["digest"] = _digest(manifest)
         if heldout:
             (new / HELDOUT).write_bytes(heldout.encode())
+        if pairs is not None:
+            (new / PAIRS).write_bytes((json.dumps(pairs) + "\n").encode())
         (new / CARD).write_bytes(_card(card, manifest).encode())
         (new / MANIFEST).write_bytes((json.dumps(manifest, indent=1) + "\n").encode())
 

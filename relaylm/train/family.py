@@ -21,6 +21,7 @@ from relaylm.train import checkpoint
 from relaylm.train.corpus import TokenFile
 from relaylm.train.recipe import Preset, load_preset, override
 from relaylm.train.recipe import presets as presets
+from relaylm.train.report import measured_pairs
 from relaylm.train.run import CHECKPOINT, stage_file, train_model
 from relaylm.train.step import AVERAGE, world
 
@@ -38,6 +39,7 @@ def train_family(
     progress: bool = True,
     force: bool = False,
     command: str | None = None,
+    pairs: bool = False,
     **overrides: Any,
 ) -> Path:
     """Train a family's models one after the other, and write it to OUT/family; returns that folder.
@@ -46,7 +48,9 @@ def train_family(
     its own under OUT/models with its checkpoint, metrics and summary; what is finished there is not trained again.
     The resolved settings go to OUT/config.json. What the models were like after each of the recipe's `stages` goes to
     OUT/stages/STEP, families too. The end of the held-out text goes with the family, for whatever asks for such a text.
-    A family that is there already and would be the same is left alone, with whatever was added to it or edited.
+    With `pairs` the heavy model's table of pairs is measured on held-out text, and the family samples at the spacing
+    that follows. A family that is there already and would be the same is left alone, with whatever was added to it or
+    edited.
     """
     chosen = override(preset, **overrides) if isinstance(preset, Preset) else load_preset(preset, **overrides)
     corpus, out, recipe = TokenFile.load(corpus_folder), Path(out_folder).expanduser(), chosen.recipe
@@ -77,7 +81,13 @@ def train_family(
             files = {key: out / "models" / key / CHECKPOINT for key in jobs}
             about = {"preset": chosen.to_json(), "training": summaries, "corpus": corpus.manifest["splits"]}
             card = model_card(title, chosen, corpus, summaries, command)
-            more = {"card": card, "heldout": heldout_text(corpus)}
+            more: dict[str, Any] = {"card": card, "heldout": heldout_text(corpus)}
+            heavy = chosen.model_name(max(chosen.depths))
+            if pairs:
+                network = averaged_network(files[heavy], shapes[heavy])
+                found = measured_pairs(out, network, corpus, summaries[heavy], where.device, progress)
+                if found is not None:
+                    about["spacing"], more["pairs"] = found["spacing"], found["table"]
             _save(out / "family", title, files, shapes, corpus, chosen.length, about, dtype, **more)
     return out / "family"
 

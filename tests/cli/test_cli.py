@@ -50,7 +50,9 @@ FLAGS = {
     "info": COMMON,
     "ls": COMMON,
     "prepare": COMMON | {"--tokenizer", "--packing", "--length", "--holdout", "--license"},
-    "train": COMMON | {"--preset", "--depths", "--twin", "--judge", "--name", "--set", "--force", "--device"},
+    "train": COMMON
+    | {"--preset", "--depths", "--twin", "--judge", "--name", "--set", "--force", "--device"}
+    | {"--no-pairs"},
     "lighten": COMMON
     | {"--blocks", "--corpus", "--out", "--name", "--rows", "--set", "--force", "--heavy", "--device"},
     "compare": COMMON

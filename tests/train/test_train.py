@@ -23,6 +23,7 @@ from relaylm.cli import main as cli
 from relaylm.core.schedule import Timetable
 from relaylm.errors import UserError
 from relaylm.measure.likelihood import bound, causal_bound, held_out, spread_rows
+from relaylm.measure.pairs import PairTable, default_spacing
 from relaylm.models.denoiser import Architecture, FromLogits
 from relaylm.models.family import Family
 from relaylm.models.text import wrapped_rows
@@ -34,6 +35,7 @@ from relaylm.train.corpus import TokenFile, prepare
 from relaylm.train.family import train_family
 from relaylm.train.objective import Batches, mask_words, places, shuffled
 from relaylm.train.recipe import Preset, Recipe, ema_decay, load_preset, lr_at, override, presets
+from relaylm.train.report import _verdict
 from relaylm.train.run import train_model
 from relaylm.train.step import Trainer, World, training_flops
 
@@ -627,10 +629,25 @@ def test_the_command(corpus: TokenFile, tmp_path: Path, capsys: pytest.CaptureFi
     flags = [part for size in sizes for part in ("--set", size)]
     words = ["train", str(corpus.folder), str(tmp_path / "o"), "--preset", "tiny-cpu", "--device", "cpu", *flags]
     assert cli.main(words) == 0
-    assert Family.load(tmp_path / "o" / "family").names == ("1b",)
+    family = Family.load(tmp_path / "o" / "family")
+    table = PairTable.from_json(json.loads((tmp_path / "o" / "family" / "pairs.json").read_text()))
+    assert family.names == ("1b",) and family.meta["spacing"] == str(default_spacing(table, 16)) and table.model == "1b"
+    said = capsys.readouterr().out
+    assert "needs more" in said and f"relaylm sample --family {tmp_path / 'o' / 'family'}" in said
+    assert cli.main([*words, "--no-pairs"]) == 0 and "spacing" not in Family.load(tmp_path / "o" / "family").meta
     assert cli.main([*words, "--set", "lr=0.5"]) == 2
     assert "lr was" in capsys.readouterr().err
     assert cli.main([*words, "--set", "lr"]) == 2 and "KEY=VALUE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("held", "trained", "words", "said"),
+    [(3.0, 2.0, 0.5, "needs more text"), (3.0, 2.9, 0.5, "needs more training"), (3.0, 2.9, 0.95, "writes words")],
+)
+def test_the_verdict_follows_the_numbers(held: float, trained: float, words: float, said: str) -> None:
+    numbers = {"heldout_bits": held, "train_bits": trained, "words": words, "passes": 12.0}
+    assert _verdict(numbers).startswith(said)
+    assert "--holdout" in _verdict({"words": 1.0, "passes": 1.0})
 
 
 # ------------------------------------------------------------------------------------------- many processes

@@ -1,0 +1,90 @@
+"""A light sibling against networks of its size trained from scratch: `relaylm lighten` measured.
+
+    python -m relaylm.studies.record.lighten FAMILY CORPUS OUT.json --work FOLDER [--blocks 4] [--steps 100]
+
+The sibling sees N = steps x batch x length tokens of the corpus; two networks of as many blocks and the same shape are
+trained from scratch, on N and on 10 N tokens with the recipe of the preset wiki-char. All are measured by their bound
+on the family's held-out text and by judged samples on a spaced plan, alone and in turns with the heavy model: the same
+rows, plans and seeds. Run again, what is in FOLDER is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relaylm.errors import UserError
+from relaylm.files import write_json
+from relaylm.measure.judge import load_judge, score
+from relaylm.measure.likelihood import bound, held_out, spread_rows
+from relaylm.measure.metrics import perplexity, word_entropy
+from relaylm.measure.provenance import how_made
+from relaylm.models.denoiser import Denoiser, Transformer
+from relaylm.models.family import Family
+from relaylm.sampling.sample import sample
+from relaylm.train.corpus import TokenFile
+from relaylm.train.family import averaged_network
+from relaylm.train.lighten import lighten
+from relaylm.train.recipe import load_preset
+from relaylm.train.run import CHECKPOINT, train_model
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family")
+    parser.add_argument("corpus")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=64, help="held-out rows for the bounds")
+    parser.add_argument("-n", type=int, default=32, help="samples of each schedule")
+    parser.add_argument("--spacing", default="16")
+    options = parser.parse_args()
+    own = Family.load(options.family)
+    if (text := held_out(own)) is None or own.judge is None:
+        raise UserError(f"{options.family} has no held-out text or no judge beside it")
+    warm = {"batch": options.batch, "warmup": options.steps // 10}
+    folder = lighten(
+        options.family, options.corpus, options.work / "sibling", options.blocks, steps=options.steps, **warm
+    )
+    family = Family.load(folder)
+    about, heavy = family.meta["lightened"], family[family.heavy]
+    assert isinstance(heavy, Transformer)
+    models: dict[str, Denoiser] = {"sibling": family[about["model"]], family.heavy: heavy}
+    trained = {"sibling": about["summary"]}
+    shape = replace(heavy.architecture, depth=options.blocks)
+    corpus = TokenFile.load(options.corpus)
+    for times in (1, 10):
+        name, changes = f"scratch{times}", {"checkpoint_every": options.steps, "eval_every": 0, "eval_rows": 16}
+        recipe = load_preset("wiki-char", steps=options.steps * times, **warm, **changes).recipe
+        trained[name] = train_model(corpus, options.work / name, shape, recipe, label=name)
+        models[name] = averaged_network(options.work / name / CHECKPOINT, shape)
+    models |= {name: own[name] for name in own.names if getattr(own[name], "depth", 0) == options.blocks}
+    rows = spread_rows(text, own.length, options.rows)
+    bounds = {name: bound(model, rows, mask_id=own.mask_id).to_json() for name, model in models.items()}
+    together = Family(models, own.mask_id, own.vocab_size, own.length, own.tokenizer, heavy=family.heavy)
+    lights = [name for name in models if name != family.heavy]
+    schedules = [f"{name} spaced:{options.spacing}" for name in models]
+    schedules += [f"{name}:50% {family.heavy}:50% spaced:{options.spacing}" for name in lights]
+    judge, found = load_judge(None, own), []
+    for schedule in schedules:
+        drawn = sample(together, schedule, options.n, seed=0)
+        scores = score(judge, drawn.tokens)
+        words = float(np.mean([word_entropy(text) for text in drawn.texts]))
+        quality = perplexity(scores.written_nll_n, scores.written_count_n)
+        found.append({"schedule": schedule, "flops": drawn.cost.flops, **quality, "word_entropy": words})
+    kept = {key: about[key] for key in ("of", "choice")}
+    result: dict[str, Any] = {"family": {"name": own.name, "digest": own.digest}, "blocks": options.blocks, **kept}
+    result |= {"spacing": options.spacing, "n": options.n, "training": trained, "bounds": bounds, "samples": found}
+    write_json(options.out, {**how_made(own.device), "seed": 0, **result})
+
+
+if __name__ == "__main__":
+    main()
