@@ -29,7 +29,7 @@ import numpy as np
 from relaylm.core.schedule import Policy, Schedule, Timetable
 from relaylm.errors import UserError, reason
 from relaylm.measure.evaluate import sample_rows
-from relaylm.sampling.result import Samples, Trace, total_cost
+from relaylm.sampling.result import Samples, joined_rows
 from relaylm.sampling.sample import checked_given, lay_out, pick_batch_size
 from relaylm.search.tree import Stopped
 
@@ -84,21 +84,8 @@ def sample_many(
         parts[index] = part
         if on_rows is not None:
             on_rows(sum(len(part.tokens) for part in parts.values()), n)
-    return _joined([parts[index] for index in range(len(tasks))], time.perf_counter() - began)
-
-
-def _joined(parts: Sequence[Samples], seconds: float) -> Samples:
-    """Ranges of rows, one below the other; counts and costs are summed."""
-    first = parts[0]
-    names = ("step_nL", "u_nL", "model_nL")
-    arrays = {name: np.concatenate([getattr(part.trace, name) for part in parts]) for name in names}
-    return replace(
-        first,
-        tokens=np.concatenate([part.tokens for part in parts]),
-        trace=Trace(**arrays, models=first.trace.models),
-        cost=replace(total_cost([part.cost for part in parts]), seconds=seconds),
-        texts=[text for part in parts for text in part.texts],
-    )
+    samples = joined_rows([parts[index] for index in range(len(tasks))])
+    return replace(samples, cost=replace(samples.cost, seconds=time.perf_counter() - began))
 
 
 class _Worker:

@@ -1,6 +1,7 @@
 """Likelihood bound on a text. Example: relaylm bound --text heldout.txt"""
 
 import argparse
+import math
 from typing import Any
 
 from relaylm.cli import tools
@@ -33,31 +34,37 @@ def run(args: argparse.Namespace) -> tools.Result:
     for name in (
         () if args.schedule is not None or args.rule is not None else [args.model] if args.model else family.names
     ):
+        if family.block_length:
+            result[name] = of_schedule(args, family, rows, options, f"{name}:100%", math.inf)[1].to_json()
+            continue
         with tools.progress(f"bound of {name}", "row") as bar:
             found = bound(family[name], rows, mask_id=family.mask_id, on_rows=bar.report, **options)
         result[name] = found.to_json()
         tools.show(args, f"{name}: {found}")
     if args.schedule is not None or args.rule is not None:
-        schedule, found = of_schedule(args, family, rows, options)
+        typed, default = tools.read_schedule(args.schedule or "heavy"), family.block_length or family.length
+        schedule, found = of_schedule(args, family, rows, options, typed, default)
         result[schedule] = found.to_json()
     return tools.with_provenance({"bounds": result, "rows": len(rows)}, family, args)
 
 
-def of_schedule(args: argparse.Namespace, family: Any, rows: Any, options: dict[str, Any]) -> tuple[str, Any]:
-    """The schedule with its models' names, and its bound, which is shown."""
+def of_schedule(
+    args: argparse.Namespace, family: Any, rows: Any, options: dict[str, Any], typed: str, default: float
+) -> tuple[str, Any]:
+    """The schedule with its models' names, and its bound, which is shown; in `default` steps unless it says how many,
+    or the user, or the rule."""
     from relaylm.core.schedule import Schedule
     from relaylm.measure.plan_likelihood import plan_bound
     from relaylm.measure.schedule_likelihood import measure_table, schedule_bound
     from relaylm.sampling.rules import parse_rule
 
-    typed = tools.read_schedule(args.schedule or "heavy")
     schedule = Schedule.parse(typed).bind(*family.roles())
     family.check_names(schedule.models)
     models = {name: family[name] for name in schedule.models}
-    if schedule.spacing is not None or args.rule is not None:
+    if schedule.spacing is not None or args.rule is not None or family.block_length:
         rule = None if args.rule is None else parse_rule(args.rule)
         counted = schedule.spacing is None and schedule.steps is None and not (rule is not None and rule.adaptive)
-        steps = args.steps or (family.length if counted else None)
+        steps = args.steps or (default if counted else None)
         more: dict[str, Any] = {"rule": rule, "steps": steps, "progress": True}
         own = plan_bound(models, schedule, rows, family.mask_id, seed=args.seed, device=family.device, **more)
         label = f"{typed}, {rule}" if rule is not None else typed

@@ -13,9 +13,8 @@ by position: the n-th of `ema.shadow_params` belongs to the n-th parameter in th
 unpickling (`pickles`). Its configuration is a pickled object; what it says of length and time conditioning is looked
 up in the inert data that the object would have been made from.
 
-BD3-LM with blocks as long as the sequence ("1024-pretrain") is MDLM exactly: its mask lets a block see itself and
-what precedes it, and there is one block. With smaller blocks a position must not see later blocks; that is a
-different network, which relaylm does not have, so those are refused.
+BD3-LM is the same network in blocks of positions, each of which sees itself and what precedes it
+(`Architecture.block_length`). With one block as long as the sequence ("1024-pretrain") it is MDLM exactly.
 """
 
 from __future__ import annotations
@@ -47,13 +46,11 @@ def open_folder(folder: Path, name: str, options: Options) -> Found:
     kind = str(config.get("model_type"))
     length = options.length or number(config, "model_length", path, 1024)
     meta: dict[str, Any] = {}
+    block = 0
     if kind == "bd3lm":
-        block = number(config, "block_size", path, 1)
-        if block < length and config.get("cross_attn", True):  # without it the published code attends everywhere
-            raise UserError(
-                f"{folder} is a BD3-LM with blocks of {block}: it needs block-causal attention, which relaylm does not "
-                f"have; only blocks as long as the sequence (bd3lm-owt-block_size1024-pretrain) can be used"
-            )
+        if config.get("cross_attn", True):  # without it the published code attends everywhere
+            block = number(config, "block_size", path, 1)
+            length, block = (length, 0) if block >= length else (length - length % block, block)
         if config.get("causal"):
             raise UserError(f"{folder} is a left-to-right model (causal): it is not a denoiser")
         meta = {key: config[key] for key in EXTRA if isinstance(config.get(key), int | float)}
@@ -69,6 +66,7 @@ def open_folder(folder: Path, name: str, options: Options) -> Found:
         adaln=adaln,
         time_conditioning=bool(timed) and adaln,
         cond_dim=number(config, "cond_dim", path, 128) if adaln else 128,
+        block_length=block,
     )
     tensors, files = open_weights(folder)
     return found(kind, name, architecture, *_strip(tensors, folder), folder, files, meta)

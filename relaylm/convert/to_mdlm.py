@@ -32,6 +32,8 @@ def export(
     for name in own.names:
         if not isinstance(model := own[name], Transformer):
             raise UserError(f"{name} is not a network of MDLM's kind, so it has no place in MDLM's layout")
+        if model.block_length:
+            raise UserError(f"{name} writes one block of positions after another, which MDLM's code does not")
         networks[name] = model
     target = Path(folder).expanduser()
     reader = None if own.tokenizer is None else portable_json(own.tokenizer)

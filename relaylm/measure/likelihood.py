@@ -44,6 +44,7 @@ from torch import Tensor
 from relaylm.core.plan import uniforms
 from relaylm.core.schedule import Timetable
 from relaylm.errors import UserError
+from relaylm.models.compat import check_whole
 from relaylm.models.text import read_text, wrap_marks, wrapped_rows
 from relaylm.sampling.engine import settings
 
@@ -111,6 +112,7 @@ def masked_sums(
     on_rows: Callable[[int, int], None] | None = None,
 ) -> MaskedSums:
     """All models on the same masked rows: cross-entropy of each, KL(heavy || light) of each pair (light, heavy)."""
+    check_whole(models)
     names = list(models)
     where = _device(models[names[0]], device)
     index_P = [(names.index(light), names.index(heavy)) for light, heavy in pairs]
@@ -212,6 +214,7 @@ def bound(
     sampler whose steps go to the denoisers of a mapping by name. `real_N` is how many positions of each row count
     (padding does not); `precision="bf16"` runs the network under autocast; `on_rows(done, total)` receives progress."""
     models = {"": denoiser} if timetable is None else dict(denoiser)
+    check_whole({name or "the model": model for name, model in models.items()})
     if timetable is not None and (missing := sorted(set(timetable.models) - set(models))):
         raise UserError(f"there is no model {missing[0]!r} for this schedule: there are {', '.join(models)}")
     first = next(iter(models.values()))

@@ -33,6 +33,7 @@ from relaylm.core.plan import uniforms
 from relaylm.core.schedule import Spacing
 from relaylm.core.spacing import spaced_calls
 from relaylm.errors import UserError
+from relaylm.models.compat import check_whole
 from relaylm.progress import progress_bar
 from relaylm.tables import table as text_table
 
@@ -141,6 +142,7 @@ def measure_pairs(
     progress: bool = False,
 ) -> PairTable:
     """The table of one denoiser on rows of tokens, each row once at every share with a position p of its own."""
+    check_whole({name or "the model": model})
     n, length = rows_NL.shape
     if n < 2 or length < 2:
         raise UserError(f"pairs need at least 2 rows of at least 2 positions, not {n} of {length}")

@@ -14,6 +14,9 @@ from what is written. On its way to x every S_c is then a function of x and of c
 without chance in the rule it is -log p(x) itself. Calls of a row follow each other, with the row's own tokens written
 (`sampling.confidence.forced`).
 
+**Blocks.** Models of block diffusion write block after block, with a plan for each (`sampling.blocks`): the bound of a
+row is the sum of its blocks', each with the true text before it.
+
 Shapes: N rows, L positions, E events, B events of a network call, K due positions of an event.
 """
 
@@ -33,10 +36,13 @@ from relaylm.errors import UserError
 from relaylm.measure import metrics
 from relaylm.measure.schedule_likelihood import ScheduleBound
 from relaylm.progress import progress_bar
+from relaylm.sampling.blocks import inside
 from relaylm.sampling.confidence import forced
+from relaylm.sampling.engine import at_rows
 from relaylm.sampling.policy import resolve, static_models
-from relaylm.sampling.result import cost_of_calls
+from relaylm.sampling.result import cost_of_calls, total_cost
 from relaylm.sampling.rules import Rule, level_calls, planned
+from relaylm.sampling.windows import window_seed
 
 _CELLS = 1 << 25  # logits that are in memory at once, at most
 
@@ -57,10 +63,13 @@ def plan_bound(
     progress: bool = False,
 ) -> ScheduleBound:
     """The bound of a schedule with models' names in it, in bits for one position, with its interval over rows. `steps`
-    is T, or infinity; a spaced schedule takes none, nor does a rule that finds its own. Rules that look at draws,
-    or mask positions again, have no bound and are refused."""
+    is T, or infinity; a spaced schedule takes none, nor does a rule that finds its own; where models write in blocks
+    all of these are a block's. Rules that look at draws, or mask positions again, have no bound and are refused."""
     if rows_NL.ndim != 2 or (rows_NL == mask_id).any() or (rows_NL < 0).any():
         raise UserError("a bound needs whole rows of tokens, without masks and free positions")
+    if block := next(getattr(model, "block_length", 0) for model in models.values()):
+        each = {"steps": steps, "rule": rule, "device": device, "batch_size": batch_size}
+        return _block_bound(models, schedule, rows_NL, mask_id, block, seed, first_row, progress, each)
     names = tuple(models)
     followed, times = resolve(schedule, steps, rule)
     lookup = static_models(followed, names)
@@ -103,12 +112,43 @@ def plan_bound(
                 seen_BL = torch.where(rank[row_B] < before_B[:, None], text_BL, mask_id)
                 t_B = torch.from_numpy(events.t_E[part]).to(device, torch.float32)
                 places = torch.from_numpy(due_BK).to(device)
-                logits = models[name].logits_at(seen_BL, t_B, places).double()
+                logits = at_rows(models[name], row_B).logits_at(seen_BL, t_B, places).double()
                 logits[..., mask_id] = -torch.inf
                 log_p = logits.log_softmax(dim=-1).gather(2, text_BL.gather(1, places)[..., None])[..., 0]
                 np.add.at(nats_N, row_E[part], -np.where(real_BK, log_p.cpu().numpy(), 0.0).sum(axis=1))
                 bar.update(len(part))
     return _bound(nats_N, length, cost_of_calls(models, model_E, events.count_E, length, names[-1], followed, plan))
+
+
+def _block_bound(
+    models: Mapping[str, Any],
+    schedule: Schedule,
+    rows_NL: np.ndarray,
+    mask_id: int,
+    block: int,
+    seed: int,
+    first_row: int,
+    progress: bool,
+    each: dict[str, Any],
+) -> ScheduleBound:
+    """The bounds of blocks, one after the other, added up; rows in groups of one batch, whose past is in memory."""
+    n, length = rows_NL.shape
+    if length % block:
+        raise UserError(f"models that write blocks of {block} need rows of whole blocks for a bound, not of {length}")
+    nats_N, costs, size = np.zeros(n), [], each["batch_size"]
+    with progress_bar("bound", -(-n // size) * (length // block), "block", progress) as bar:
+        for start in range(0, n, size):
+            part, within = slice(start, start + size), {name: inside(model) for name, model in models.items()}
+            for k in range(length // block):
+                here = rows_NL[part, k * block : (k + 1) * block]
+                own = {"seed": window_seed(seed, k), "first_row": first_row + start, **each}
+                found = plan_bound(within, schedule, here, mask_id, **own)
+                nats_N[part] += found.nats_N
+                costs += [found.cost] if found.cost is not None else []
+                tokens = torch.from_numpy(here.astype(np.int64)).to(each["device"])
+                within = {name: one.after(tokens, True) for name, one in within.items()}
+                bar.update()
+    return _bound(nats_N, length, total_cost(costs))
 
 
 def _bound(nats_N: np.ndarray, length: int, cost: Cost) -> ScheduleBound:

@@ -40,6 +40,12 @@ def check_models(
     check_together({**known, "the family": (vocab_size, mask_id)})
     trained = {name: getattr(model, "architecture", None) for name, model in models.items()}
     check_lengths({name: a.length for name, a in trained.items() if a is not None}, length)
+    blocks = {name: getattr(model, "block_length", 0) for name, model in models.items()}
+    if len(set(blocks.values())) > 1:
+        found = ", ".join(f"{name} {block or 'none'}" for name, block in blocks.items())
+        raise UserError(f"models that take turns must share the length of their blocks of positions: {found}")
+    if any(length % block for block in blocks.values() if block):
+        raise UserError(f"the length of a family must be whole blocks of {max(blocks.values())}, not {length}")
     if tokenizer is not None:
         _check_tokenizer(tokenizer, vocab_size, mask_id)
 
@@ -47,6 +53,13 @@ def check_models(
         return model.flops(length, 1) if hasattr(model, "flops") else 0.0, getattr(model, "depth", 0)
 
     return dict(sorted(models.items(), key=lambda item: weight(item[1])))
+
+
+def check_whole(models: Mapping[str, Any]) -> None:
+    """Refuse models that write block after block where whole rows are asked for."""
+    for name, model in models.items():
+        if block := getattr(model, "block_length", 0):
+            raise UserError(f"{name} writes one block of {block} positions after another: only sample and bound do so")
 
 
 def check_name(name: str) -> None:

@@ -9,6 +9,11 @@ block is modulated by adaLN(sigma(t)), sigma(t) = -log(1 - 0.999 t). Without it 
 into the weights, or absent from the start. `causal=True` makes the same network a left-to-right judge; `tied=True` uses
 the embedding as the output layer's matrix too, one tensor with both gradients.
 
+**Blocks of positions.** With a `block_length` the network is one of block diffusion (BD3-LM): a position sees its own
+block and the blocks before it. Text is written block after block (`sampling.blocks`). Nothing that follows changes what
+a finished block computes, so its keys and values are computed once (`extend`) and given to later calls as their `past`:
+`hidden_at(tokens, t, positions, past)` runs on the tokens after it alone.
+
 Precision: the residual stream, norms and head are float32 whatever the blocks compute in (`cast` puts their matrices
 in bfloat16), and float64 throughout if the weights are float64.
 
@@ -30,7 +35,20 @@ from torch import Tensor, nn
 from relaylm.core import cost
 from relaylm.errors import UserError
 from relaylm.kernels import available
-from relaylm.models.layers import Block, Embedding, OutputLayer, SigmaMap, modulate, project, take
+from relaylm.models.layers import (
+    Block,
+    Embedding,
+    Memory,
+    OutputLayer,
+    Past,
+    SigmaMap,
+    block_mask,
+    modulate,
+    project,
+    take,
+)
+
+LATER = ("tied", "block_length")  # fields of an architecture that are written only where they are set
 
 
 @runtime_checkable
@@ -39,7 +57,8 @@ class Denoiser(Protocol):
 
     Optional: `hidden_at` and `head` (the two halves of `logits_at`, so that the vocabulary head
     can be run on fewer rows than the trunk), `flops(length, positions)` for the cost, `depth` for the paper's count of
-    blocks, `mask_id` and `vocab_size` for the checks of a family."""
+    blocks, `mask_id` and `vocab_size` for the checks of a family; `block_length` where it must be sampled in blocks of
+    positions, with `extend` and a `past` for `hidden_at` so that finished blocks are not computed again."""
 
     def logits(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
         """Logits (B, L, V) at every position."""
@@ -78,6 +97,7 @@ class Architecture:
     qkv_bias: bool = False  # folding adaLN's shift leaves one
     causal: bool = False  # a left-to-right language model (the judge)
     tied: bool = False  # the output layer's matrix is the embedding
+    block_length: int = 0  # positions of a block, of which each sees its own and those before; 0: all see all
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "length", "width", "depth", "heads", "mlp_ratio", "cond_dim"):
@@ -87,14 +107,16 @@ class Architecture:
             raise UserError(f"the width ({self.width}) must be a multiple of twice the heads ({self.heads})")
         if self.time_conditioning and not self.adaln:
             raise UserError("time conditioning needs adaln")
+        if self.block_length < 0 or (self.block_length and (self.causal or self.time_conditioning)):
+            raise UserError("a network in blocks of positions is neither causal nor conditioned on time")
         if self.mask_id == -1:
             object.__setattr__(self, "mask_id", self.vocab_size - 1)
         if not 0 <= self.mask_id < self.vocab_size:
             raise UserError(f"mask_id must lie in 0..{self.vocab_size - 1}, not {self.mask_id}")
 
     def to_json(self) -> dict[str, Any]:
-        """All numbers; `tied` only where it is set, so that what was written before it existed is still the same."""
-        return {key: value for key, value in asdict(self).items() if key != "tied" or value}
+        """All numbers; the later ones only where they are set, so that what was written before is still the same."""
+        return {key: value for key, value in asdict(self).items() if key not in LATER or value}
 
 
 class Transformer(nn.Module):
@@ -105,7 +127,7 @@ class Transformer(nn.Module):
         a = architecture
         self.architecture = a
         self.vocab_size, self.mask_id, self.depth = a.vocab_size, a.mask_id, a.depth
-        self.time_conditioning = a.time_conditioning
+        self.time_conditioning, self.block_length = a.time_conditioning, a.block_length
         cond_dim = a.cond_dim if a.adaln else 0
         block = a.width, a.heads, a.mlp_ratio * a.width, cond_dim, a.qkv_bias, a.causal, dropout
         self.vocab_embed = Embedding(a.vocab_size, a.width)
@@ -121,9 +143,13 @@ class Transformer(nn.Module):
         """Where it computes."""
         return self.vocab_embed.embedding.device
 
-    def flops(self, length: int, positions: int | None = None) -> float:
-        """Operations of one call on one row; `positions` where logits are asked for, None for everywhere."""
+    def flops(self, length: int, positions: int | None = None, past: int = 0) -> float:
+        """Operations of one call on one row; `positions` where logits are asked for, None for everywhere; `past`
+        finished ones before them."""
         a = self.architecture
+        if past:
+            queries = a.depth * length if positions is None else (a.depth - 1) * length + positions
+            return self.flops(length, positions) + 4 * queries * past * a.width
         if a.causal and positions is not None:  # the causal network's last block is not pruned
             trunk = cost.call_flops(a.depth, a.width, 0, length, None, a.mlp_ratio)
             return trunk + 2 * positions * a.width * a.vocab_size
@@ -162,21 +188,43 @@ class Transformer(nn.Module):
         """Logits (B, K, V) at K positions of each row."""
         return self.head(self.hidden_at(tokens_BL, t_B, positions_BK), t_B)
 
-    def hidden_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor | None) -> Tensor:
+    def hidden_at(
+        self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor | None, past: Past | None = None
+    ) -> Tensor:
         """The trunk: the residual stream (B, K, D) at the positions, or everywhere."""
         if positions_BK is not None and self._has_kernels():
             from relaylm.kernels import trunk
 
             return trunk.trunk(self, tokens_BL, positions_BK)
+        return self._trunk(tokens_BL, t_B, positions_BK, self._memory(tokens_BL, past))
+
+    def extend(self, tokens_BL: Tensor, past: Past | None = None) -> Past:
+        """The past with these tokens, whole blocks of them, after it."""
+        memory = self._memory(tokens_BL, past)
+        assert memory is not None
+        t_B = torch.ones(len(tokens_BL), device=tokens_BL.device)  # which no network in blocks looks at
+        nowhere_B0 = torch.zeros(len(tokens_BL), 0, dtype=torch.int64, device=tokens_BL.device)
+        self._trunk(tokens_BL, t_B, nowhere_B0, memory)  # of the last block only keys and values are needed
+        return Past(tuple(memory.layers))
+
+    def _memory(self, tokens_BL: Tensor, past: Past | None) -> Memory | None:
+        block, before = self.block_length, 0 if past is None else past.length
+        return Memory(past, block_mask(tokens_BL.shape[1], before, block, tokens_BL.device)) if block else None
+
+    def _trunk(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor | None, memory: Memory | None) -> Tensor:
         x = self.vocab_embed(tokens_BL)
         if self.narrow:
             x = x.to(cast(Block, self.blocks[0]).attn_qkv.weight.dtype)
         cond_BC = self._condition(t_B)
-        cos_LR, sin_LR = self.angles(tokens_BL.shape[1])
+        before, total = 0, tokens_BL.shape[1]
+        if memory is not None:
+            before = 0 if memory.past is None else memory.past.length
+            total = max(before + total, self.architecture.length)  # one table for the calls of all blocks
+        cos_LR, sin_LR = (table[before : before + tokens_BL.shape[1]] for table in self.angles(total))
         prune = positions_BK is not None and not self.architecture.causal
         last = len(self.blocks) - 1
         for i, block in enumerate(self.blocks):
-            x = block(x, cond_BC, cos_LR, sin_LR, positions_BK if prune and i == last else None)
+            x = block(x, cond_BC, cos_LR, sin_LR, positions_BK if prune and i == last else None, memory)
         return x if prune or positions_BK is None else take(x, positions_BK)
 
     def head(self, x_KD: Tensor, t_B: Tensor | None = None) -> Tensor:
@@ -201,7 +249,7 @@ class Transformer(nn.Module):
         return bool(
             weight.is_cuda
             and weight.dtype == torch.bfloat16
-            and not (a.adaln or a.causal or torch.is_grad_enabled())
+            and not (a.adaln or a.causal or a.block_length or torch.is_grad_enabled())
             and (half := a.width // a.heads // 2) & (half - 1) == 0  # Triton's tiles are powers of two
             and available()
         )

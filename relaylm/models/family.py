@@ -61,6 +61,11 @@ class Family:
         self.device = devices.pop() if devices else torch.device(self.device)
 
     @property
+    def block_length(self) -> int:
+        """Positions of a block, where the models write block after block; else 0."""
+        return next((getattr(model, "block_length", 0) for model in self.models.values()), 0)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The models' names, from light to heavy."""
         return tuple(self.models)

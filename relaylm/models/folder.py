@@ -41,7 +41,7 @@ from relaylm.models.compat import (
     check_together,
     place,
 )
-from relaylm.models.denoiser import Architecture, Denoiser, Transformer, build
+from relaylm.models.denoiser import LATER, Architecture, Denoiser, Transformer, build
 from relaylm.models.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT, VERSION = "relaylm-family", 1
@@ -108,12 +108,8 @@ def _check_entry(entry: Any, where: str) -> None:
     fields = {item.name: bool if isinstance(item.default, bool) else int for item in dataclasses.fields(Architecture)}
     if unknown := sorted(set(numbers) - set(fields)):
         raise UserError(f"{where}: this relaylm does not know {unknown[0]!r} in an architecture")
-    # `tied` is written only where it is set.
-    _expect(
-        numbers,
-        {key: kind for key, kind in fields.items() if key != "tied" or key in numbers},
-        f"{where}, architecture",
-    )
+    needed = {key: kind for key, kind in fields.items() if key not in LATER or key in numbers}
+    _expect(numbers, needed, f"{where}, architecture")
     for key, most in LARGEST.items():
         if numbers[key] > most:
             raise UserError(f"{where}: {key} {numbers[key]} is more than the {most} that relaylm reads")

@@ -6,6 +6,7 @@ Shapes: B rows, L positions, K positions of each row, D width, H heads, C condit
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -59,6 +60,53 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x.to(weight.dtype), weight, bias)
 
 
+@dataclass(frozen=True)
+class Past:
+    """What finished blocks of positions leave to later ones: each layer's keys and values (B, H, P, D/H), rotated; and
+    the trunk's output (B, D) at the last of the P positions, where a network answers one position early."""
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    last_BD: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """P, the positions that are finished."""
+        return int(self.layers[0][0].shape[2])
+
+    def rows(self, rows_B: Tensor) -> Past:
+        """The past of some of the rows."""
+        last_BD = None if self.last_BD is None else self.last_BD[rows_B]
+        return Past(tuple((k[rows_B], v[rows_B]) for k, v in self.layers), last_BD)
+
+
+class Memory:
+    """The keys and values of one call of a network in blocks, layer after layer: the past's, then its own. `sees_LY`
+    says which of all Y keys each of the call's L positions sees; None for all of them."""
+
+    def __init__(self, past: Past | None, sees_LY: Tensor | None) -> None:
+        self.past, self.sees_LY = past, sees_LY
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+    def join(self, k_BHLd: Tensor, v_BHLd: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values of the next layer."""
+        if self.past is not None:
+            k, v = self.past.layers[len(self.layers)]
+            k_BHLd, v_BHLd = torch.cat([k, k_BHLd], dim=2), torch.cat([v, v_BHLd], dim=2)
+        self.layers.append((k_BHLd, v_BHLd))
+        return self.layers[-1]
+
+    def sees(self, positions_BK: Tensor | None) -> Tensor | None:
+        """The mask of a call's queries: everywhere, or at the positions (B, 1, K, Y)."""
+        return self.sees_LY if self.sees_LY is None or positions_BK is None else self.sees_LY[positions_BK][:, None]
+
+
+def block_mask(length: int, past: int, block: int, device: torch.device) -> Tensor | None:
+    """Which of the keys each of `length` positions after `past` finished ones sees: those of its own block of `block`
+    positions and of the blocks before. None if that is all of them."""
+    block_Y = torch.arange(past + length, device=device) // block
+    return None if length <= block and past % block == 0 else block_Y[past:, None] >= block_Y
+
+
 class Block(nn.Module):
     """Attention and MLP, each added to the residual stream; modulated if there is a conditioning vector (cond_dim)."""
 
@@ -75,7 +123,13 @@ class Block(nn.Module):
         self.adaLN_modulation = nn.Linear(cond_dim, 6 * width) if cond_dim else None
 
     def forward(
-        self, x_BLD: Tensor, cond_BC: Tensor | None, cos_LR: Tensor, sin_LR: Tensor, positions_BK: Tensor | None
+        self,
+        x_BLD: Tensor,
+        cond_BC: Tensor | None,
+        cos_LR: Tensor,
+        sin_LR: Tensor,
+        positions_BK: Tensor | None,
+        memory: Memory | None = None,
     ) -> Tensor:
         """One block. With positions, keys and values are computed everywhere but queries, attention output and MLP
         only there (exact: nothing after the last block looks at the other positions), and (B, K, D) is returned."""
@@ -88,7 +142,7 @@ class Block(nn.Module):
 
         h = modulate(self.norm1(x_BLD), shift1, scale1)
         qkv = self.attn_qkv
-        attended = attend(h, qkv.weight, qkv.bias, self.heads, (cos_LR, sin_LR), positions_BK, self.causal)
+        attended = attend(h, qkv.weight, qkv.bias, self.heads, (cos_LR, sin_LR), positions_BK, self.causal, memory)
         x = x_BLD if positions_BK is None else take(x_BLD, positions_BK)
         x = self._add(x, project(attended, self.attn_out.weight), gate1)
 
@@ -115,7 +169,7 @@ def take(x_BLD: Tensor, positions_BK: Tensor) -> Tensor:
 
 def attend(
     h_BLD: Tensor, weight: Tensor, bias: Tensor | None, heads: int, angles: tuple[Tensor, Tensor],
-    positions_BK: Tensor | None, causal: bool = False,
+    positions_BK: Tensor | None, causal: bool = False, memory: Memory | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention (B, K, D) before its output matrix, with rotary cosines and sines. Keys and values are computed
     everywhere, queries at the positions only, or everywhere. `weight` has the rows of q, k and v in this order."""
@@ -123,7 +177,7 @@ def attend(
 
     def split(x_BLX: Tensor, parts: int) -> list[Tensor]:
         """(B, L, parts * D) -> parts tensors (B, H, L, D/H)."""
-        x = x_BLX.view(*x_BLX.shape[:2], parts, heads, -1)
+        x = x_BLX.view(*x_BLX.shape[:2], parts, heads, x_BLX.shape[2] // (parts * heads))
         return [x[:, :, i].transpose(1, 2) for i in range(parts)]
 
     if positions_BK is None:
@@ -135,7 +189,11 @@ def attend(
         (q,) = split(project(take(h_BLD, positions_BK), weight[:width], q_bias), 1)
         k, v = split(project(h_BLD, weight[width:], kv_bias), 2)
         q = rotate(q, cos_LR[positions_BK][:, None], sin_LR[positions_BK][:, None])
-    attended = F.scaled_dot_product_attention(q, rotate(k, cos_LR, sin_LR), v, is_causal=causal)
+    k, sees = rotate(k, cos_LR, sin_LR), None
+    if memory is not None:
+        k, v = memory.join(k, v)
+        sees = memory.sees(positions_BK)
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, is_causal=causal)
     return attended.transpose(1, 2).flatten(2)
 
 

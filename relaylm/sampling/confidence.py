@@ -30,7 +30,7 @@ from relaylm.core.plan import Plan
 from relaylm.core.schedule import Policy, Schedule
 from relaylm.errors import UserError
 from relaylm.sampling.denoise import Options, check_request, denoise, next_call
-from relaylm.sampling.engine import SCRATCH, features_at, settings
+from relaylm.sampling.engine import SCRATCH, at_rows, features_at, settings
 from relaylm.sampling.law import Drawer, Law, widest_float
 from relaylm.sampling.policy import RowStates, policy_text, resolve, static_models
 from relaylm.sampling.result import Event, Samples, Trace, cost_of_calls, reference_flops
@@ -376,7 +376,7 @@ class RuleRun:
         self, model_index: int, rows_B: Tensor, token_BL: Tensor, t_B: Tensor, place_BK: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """A token at each place, how sure the rule is of it, and its log-probability."""
-        model = self.models[self.names[model_index]]
+        model = at_rows(self.models[self.names[model_index]], rows_B)
         features, head = features_at(model, token_BL, t_B, place_BK)
         draw_N, position_N = self.draw_nL[rows_B].gather(1, place_BK).view(-1), place_BK.reshape(-1)
         row_N, t_N = (x_B.repeat_interleave(place_BK.shape[1]) for x_B in (self.row_n[rows_B], t_B))

@@ -29,6 +29,7 @@ from relaylm.core.plan import Events, Plan, make_events
 from relaylm.core.schedule import Policy, Schedule
 from relaylm.core.spacing import events_of_calls, spaced_events
 from relaylm.errors import UserError
+from relaylm.models.compat import check_whole
 from relaylm.sampling.engine import Call, Engine, settings
 from relaylm.sampling.law import Law
 from relaylm.sampling.policy import RowStates, policy_text, resolve, static_models
@@ -107,6 +108,7 @@ def check_request(
     models: Mapping[str, Any], plan: Plan, mask_id: int, batch_size: int | None = None, heavy: str | None = None
 ) -> None:
     """Refuse given tokens that are none of the models', and options without a meaning."""
+    check_whole(models)
     if heavy is not None and heavy not in models:
         raise UserError(f"there is no model {heavy!r} to count savings against; the models are {', '.join(models)}")
     if batch_size is not None and batch_size < 1:

@@ -124,8 +124,8 @@ class Engine:
         self, model_index: int, shape: Shape, index: Tensor, t_B: Tensor, everywhere: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The device's part of a call, on tensors that are there already."""
-        model = self.models[model_index]
         rows_B, positions, kept_N, row_N, position_N = torch.split(index, shape.parts)
+        model = at_rows(self.models[model_index], rows_B)
         tokens_BL, logits_BLV = self.state_nL[rows_B], None
         if everywhere:
             logits_BLV, head = model.logits(tokens_BL, t_B), None
@@ -196,6 +196,11 @@ class Engine:
         self._seen.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def at_rows(model: Any, rows_B: Tensor) -> Any:
+    """A model for a call of these rows: another one only where it holds something of each row (`blocks`)."""
+    return model.of_rows(rows_B) if hasattr(model, "of_rows") else model
 
 
 def features_at(model: Any, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> tuple[Tensor, Any]:

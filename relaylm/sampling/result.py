@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -162,4 +162,18 @@ def total_cost(parts: Sequence[Cost]) -> Cost:
         blocks_saved=parts[0].blocks_saved,
         batch_size=min(part.batch_size for part in parts),
         **{name: total(name) for name in summed},
+    )
+
+
+def joined_rows(parts: Sequence[Samples]) -> Samples:
+    """Ranges of rows, one below the other; counts and costs are summed."""
+    first, names = parts[0], ("step_nL", "u_nL", "model_nL")
+    arrays = {name: np.concatenate([getattr(part.trace, name) for part in parts]) for name in names}
+    return replace(
+        first,
+        tokens=np.concatenate([part.tokens for part in parts]),
+        trace=Trace(**arrays, models=first.trace.models),
+        cost=total_cost([part.cost for part in parts]),
+        texts=[text for part in parts for text in part.texts],
+        steps=max(part.steps for part in parts),
     )

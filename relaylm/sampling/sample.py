@@ -6,7 +6,7 @@ Lays the request out as token ids with -1 at free positions, makes a plan, runs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from relaylm.models.family import Family
 from relaylm.models.tokenizer import BLANK
 from relaylm.sampling.denoise import denoise
 from relaylm.sampling.law import Law
-from relaylm.sampling.result import Event, Samples
+from relaylm.sampling.result import Event, Samples, Trace
 
 if TYPE_CHECKING:  # rules, windows and spread spacings are imported where they are asked for
     from relaylm.sampling.rules import Rule
@@ -225,6 +225,8 @@ def settle(
         rule = parse_rule(rule, block_length)
     elif block_length is not None:
         raise UserError("a block length goes with the name of a decoding rule")
+    if family.block_length and rule is not None and rule.block is not None:
+        raise UserError(f"this family writes blocks of {family.block_length} positions: leave out the rule's own")
     if given is None:
         given = lay_out(family, prompt, suffix, infill, length, max_new_tokens)
     elif any(option is not None for option in (prompt, suffix, infill, length, max_new_tokens)):
@@ -232,15 +234,53 @@ def settle(
     else:
         given = checked_given(given, n, family.length)
     default = family.meta.get("spacing") if rule is None and alpha == LINEAR else None
-    policy, steps = choose_spacing(policy, steps, spacing, spread, given.shape[-1], default)
+    width = family.block_length or given.shape[-1]  # positions that one run of the sampler writes
+    policy, steps = choose_spacing(policy, steps, spacing, spread, width, default)
     free_form = isinstance(policy, Schedule) and (policy.steps is not None or policy.spacing is not None)
     if steps is None and not free_form and not (rule is not None and rule.adaptive):
-        steps = policy.steps if isinstance(policy, Timetable) else given.shape[-1]
+        steps = policy.steps if isinstance(policy, Timetable) else width
     greedy = rule is not None and temperature == 0
     law = Law(1.0 if greedy else temperature, top_k, top_p)
     names = tuple(dict.fromkeys(policy.models)) if isinstance(policy, Schedule | Timetable) else family.names
     models = {name: model for name, model in family.models.items() if name in names or name == heavy}
     return Request(policy, steps, rule, law, greedy, given, heavy, models, names)
+
+
+def _in_blocks(
+    family: Family, request: Request, run: Callable[..., Samples], n: int, seed: int, options: dict[str, Any]
+) -> Samples:
+    """Samples written block after block by `run`: whole blocks, of which what was asked for is kept. Callbacks receive
+    the rows' own positions, `on_calls` counts blocks."""
+    from relaylm.sampling.blocks import Writing, rows_at_once
+    from relaylm.sampling.windows import window_seed
+
+    length, block = request.given.shape[-1], family.block_length
+    given_nL = np.broadcast_to(request.given, (n, length))
+    whole_nL = np.pad(given_nL, ((0, 0), (0, -length % block)), constant_values=-1)
+    rows = options["batch_size"] = rows_at_once(family, options["batch_size"], whole_nL.shape[1])
+    callback, on_calls, done = options["callback"], options["on_calls"], 0
+    options |= {"on_calls": None}
+
+    def run_block(inside: Mapping[str, Any], given_nb: np.ndarray, first: int, k: int) -> Samples:
+        def follow(event: Event) -> None:
+            pairs = zip(event.positions, event.tokens, strict=True)
+            kept = [(k * block + position, token) for position, token in pairs if k * block + position < length]
+            positions, tokens = [position for position, _ in kept], [token for _, token in kept]
+            callback(replace(event, row=first + event.row, positions=positions, tokens=tokens))
+
+        nonlocal done
+        options["callback"] = None if callback is None else follow
+        samples = run(given_nb, window_seed(seed, k), len(given_nb), first, inside)
+        done += 1
+        if on_calls is not None:
+            on_calls(done, -(-n // rows) * (whole_nL.shape[1] // block))
+        return samples
+
+    writing = Writing(run_block, request.models, request.names, request.heavy, block, rows, family.device)
+    samples = writing.samples(whole_nL)
+    trace = samples.trace
+    kept = Trace(trace.step_nL[:, :length], trace.u_nL[:, :length], trace.model_nL[:, :length], trace.models)
+    return replace(samples, tokens=samples.tokens[:, :length], trace=kept)
 
 
 def sample(
@@ -284,11 +324,15 @@ def sample(
     of token ids with -1 at free positions. `temperature`, `top_p` and `top_k` change the law of the samples and are off
     by default. `rule` is a decoding rule (`relaylm.sampling.rules`), with which `temperature` may be 0 (the likeliest
     tokens); some take a `block_length`. `stride` allows a `length` beyond the family's, written in windows
-    (`relaylm.sampling.windows`). `stop` cuts each text at its first occurrence, after sampling. `callback` receives
-    every event; it may also be a streamer as in transformers (`put`, `put_draft`, `end`), for the first row."""
+    (`relaylm.sampling.windows`). A family of block diffusion writes block after block; steps, spacing, rule and
+    schedule are then those of one block (`relaylm.sampling.blocks`). `stop` cuts each text at its first occurrence,
+    after sampling. `callback` receives every event; it may also be a streamer as in transformers (`put`, `put_draft`,
+    `end`), for the first row."""
     others = (suffix, infill, given, max_new_tokens, callback)
     if stride is not None and (length is None or any(option is not None for option in others)):
         raise UserError("a stride takes a length and perhaps a prompt: no suffix, infill, given, new tokens, callback")
+    if stride is not None and family.block_length:
+        raise UserError(f"this family writes blocks of {family.block_length} positions: leave out the stride")
     request = settle(
         family,
         schedule,
@@ -311,29 +355,33 @@ def sample(
         heavy=heavy,
         alpha=alpha,
     )
-    models, policy, given_L = request.models, request.policy, np.atleast_2d(request.given)[0]
+    policy, given_L = request.policy, np.atleast_2d(request.given)[0]
     streamer: Any = callback if hasattr(callback, "put") else None
     options: dict[str, Any] = {
         "mask_id": family.mask_id,
         "steps": request.steps,
         "alpha": alpha,
         "law": request.law,
-        "batch_size": batch_size or pick_batch_size(family, n, len(given_L), len(request.names)),
+        "batch_size": batch_size or pick_batch_size(family, n, family.block_length or len(given_L), len(request.names)),
         "heavy": request.heavy,
         "device": family.device,
         "callback": callback if streamer is None else _draft(streamer, given_L, family.mask_id),
         "on_calls": on_calls,
     }
 
-    def run(given: np.ndarray, seed: int) -> Samples:
-        plan = make_plan(n, given.shape[-1], seed, given, first_row)
+    def run(
+        given: np.ndarray, seed: int, rows: int = n, first: int = 0, models: Mapping[str, Any] = request.models
+    ) -> Samples:
+        plan = make_plan(rows, given.shape[-1], seed, given, first_row + first)
         if request.rule is None:
             return denoise(models, policy, plan, **options)
         from relaylm.sampling.confidence import decode
 
         return decode(models, policy, plan, request.rule, greedy=request.greedy, **options)
 
-    if stride is None:
+    if family.block_length:
+        samples = _in_blocks(family, request, run, n, seed, options)
+    elif stride is None:
         samples = run(request.given, seed)
     else:
         from relaylm.sampling.windows import continued
@@ -344,4 +392,5 @@ def sample(
         streamer.end()
     texts = [] if family.tokenizer is None else [family.tokenizer.decode(row) for row in samples.tokens]
     texts = [text.split(stop)[0] for text in texts] if stop else texts
-    return replace(samples, texts=texts, law=request.law_text)
+    blocks = f"blocks:{family.block_length} " if family.block_length else ""
+    return replace(samples, texts=texts, law=blocks + request.law_text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import math
 import sys
@@ -15,7 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from relaylm import convert
+from relaylm import convert, sample
 from relaylm.convert import mdlm, sedd
 from relaylm.convert.tensors import count
 from relaylm.errors import UserError
@@ -76,9 +77,10 @@ def write(folder: Path, state: dict[str, torch.Tensor], config: dict[str, Any]) 
 
 
 def transcription(
-    state: dict[str, torch.Tensor], tokens: np.ndarray, sigma: float, prefix: str = "backbone."
+    state: dict[str, torch.Tensor], tokens: np.ndarray, sigma: float, prefix: str = "backbone.", block: int = 0
 ) -> np.ndarray:
-    """MDLM's forward pass for one row, as its paper and code have it: loops over heads, float64."""
+    """MDLM's forward pass for one row, as its paper and code have it: loops over heads, float64. With a block,
+    BD3-LM's: a position sees its own block and the blocks before it."""
     w = {name.removeprefix(prefix): value.double().numpy() for name, value in state.items()}
     adaln = "sigma_map.mlp.0.weight" in w
     silu = lambda x: x / (1 + np.exp(-x))  # noqa: E731
@@ -117,6 +119,8 @@ def transcription(
         for head in range(HEADS):
             part = slice(head * D // HEADS, (head + 1) * D // HEADS)
             scores = rotary(q[:, part]) @ rotary(k[:, part]).T / math.sqrt(D // HEADS)
+            for i, j in itertools.product(range(len(x)), repeat=2) if block else ():
+                scores[i, j] = -math.inf if j // block > i // block else scores[i, j]
             weights = np.exp(scores - scores.max(1, keepdims=True))
             mixed.append(weights / weights.sum(1, keepdims=True) @ v[:, part])
         x = x + gate1 * (np.concatenate(mixed, 1) @ w[p + "attn_out.weight"].T)
@@ -220,7 +224,7 @@ BD3LM = CONFIG | {
 }  # fmt: skip
 
 
-def test_bd3lm_with_one_block_is_mdlm_and_small_blocks_are_refused(tmp_path: Path) -> None:
+def test_bd3lm_with_one_block_is_mdlm(tmp_path: Path) -> None:
     extra = {"sampling_eps_min": torch.tensor(1e-3), "sampling_eps_max": torch.tensor(1.0)}
     state = published()
     folder = write(tmp_path / "pretrain", state | extra, BD3LM)
@@ -231,9 +235,26 @@ def test_bd3lm_with_one_block_is_mdlm_and_small_blocks_are_refused(tmp_path: Pat
     agree(convert.load(folder, dtype="float64")["plain"], expected(plain))
     folder = write(tmp_path / "noeos", state, BD3LM | {"block_size": 1, "cross_attn": False})  # attends everywhere
     agree(convert.load(folder, dtype="float64")["noeos"], expected(state))
-    for block in (4, 2):
-        with pytest.raises(UserError, match=f"blocks of {block}.*block-causal"):
-            convert.load(write(tmp_path / "small", state | extra, BD3LM | {"block_size": block}))
+
+
+@pytest.mark.parametrize("block", [1, 2, 4])
+def test_bd3lm_in_small_blocks(tmp_path: Path, block: int) -> None:
+    state = published()
+    folder = write(tmp_path / "small", state, BD3LM | {"block_size": block})
+    rows = torch.from_numpy(np.stack([transcription(state, row.numpy(), 0.0, block=block) for row in TOKENS]))
+    family = convert.load(folder, dtype="float64")
+    assert family.block_length == block and family.length == LENGTH
+    agree(family["small"], rows)
+    agree(convert.load(folder, dtype="float64", fold=False)["small"], rows)
+    agree(convert.load(folder)["small"], rows, tolerance=1e-4)
+    convert.convert(folder, tmp_path / "family")
+    agree(Family.load(tmp_path / "family", dtype="float64")["small"], rows)  # the length of blocks is stored
+    samples = sample(family, "heavy", n=3, steps=2, batch_size=2)
+    assert samples.tokens.shape == (3, LENGTH) and samples.tokens.max() < V - 1
+    with pytest.raises(UserError, match="MDLM's code does not"):
+        convert.export(family, tmp_path / "back")
+    with pytest.raises(UserError, match="neither causal nor conditioned on time"):
+        convert.load(write(tmp_path / "timed", state, BD3LM | {"block_size": block, "time_conditioning": True}))
 
 
 # ------------------------------------------------------------------------------------------------ Lightning and EMA
