@@ -251,6 +251,7 @@ function finish() {
   busy(false);
   const ready = lanes.filter(({ start }) => start);
   if (ready.length < lanes.length) return;
+  for (const { view } of lanes) view.text.classList.remove("grid"); // all is known: lines may break at words
   transport.open(Math.max(...lanes.map(({ view }) => view.sample.calls.length)), Infinity);
   $("controls").hidden = transport.total === 0;
 }
