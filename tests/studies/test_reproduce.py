@@ -502,12 +502,23 @@ def test_the_report_is_whole_and_self_contained(whole: tuple[Path, dict[str, Any
     assert len(images) == text.count("](figures/") >= 13
     assert all(source.startswith("data:image/png;base64,") for source in images)
     words = re.sub(r'src="data:image/png;base64,[^"]*"', "", page)  # four letters of a picture may spell anything
-    assert not re.search(r'(src|href)="(?!data:)', page) and "http" not in words
+    assert not re.search(r'(src|href)="(?!data:|#)', page) and not re.search("https?:", words)
     for file in re.findall(r"\]\(((?:figures|tables)/[^)]+)\)", text):
         assert (out / file).stat().st_size > 0
     for experiment in reproduce.EXPERIMENTS:
         assert f"## {experiment.title}" in text
-        assert all(label in text for label in experiment.paper.split())
+        assert all(paper.named(label) in text and paper.named(label) != label for label in experiment.paper.split())
+        assert f'<h2 id="{document.slug(experiment.title)}">' in page
+        assert f'<a href="#{document.slug(experiment.title)}">' in page
+    assert not re.search(r"\b(fig|tab|app|sec|eq):\w", words + text)  # LaTeX's labels
+    links = set(re.findall(r'href="#([^"]*)"', page))
+    assert links == set(re.findall(r'<h2 id="([^"]*)"', page))
+    for what, shown in (
+        ("Figure", re.findall(r"<figcaption><b>Figure (\d+)", page)),
+        ("Table", re.findall(r"<b>Table (\d+)", page)),
+    ):
+        assert sorted(map(int, shown)) == list(range(1, text.count(f"\n*{what} ") + text.count(f"\n{what} ") + 1)), what
+    assert len(re.findall('class="badge', page)) == len(CLAIMS)
     assert "**From the results kept with the project.**" in text.split("## What the tuner finds")[1].split("##")[0]
     for slip in paper.slips():
         assert slip.found in text
@@ -854,10 +865,11 @@ def test_a_document_escapes_what_it_shows(tmp_path: Path) -> None:
         nasty + " `code` **bold**",
         "- one\n- two",
         document.Table("t", nasty, ["a"], [[nasty]]),
+        document.Folded("more", nasty),
     ]
     document.write(blocks, nasty, tmp_path)
     page = (tmp_path / "report.html").read_text()
-    assert "<script>" not in page and page.count("&lt;script&gt;x&lt;/script&gt; | a &amp; b") == 5
+    assert "<script>" not in page and page.count("&lt;script&gt;x&lt;/script&gt; | a &amp; b") == 7
     assert "<code>code</code> <strong>bold</strong>" in page and "<ul><li>one</li><li>two</li></ul>" in page
     assert "| <script>x</script> \\| a & b |" in (tmp_path / "report.md").read_text()
     assert list(csv.reader((tmp_path / "tables" / "t.csv").open())) == [["a"], [nasty]]

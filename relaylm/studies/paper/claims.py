@@ -321,7 +321,7 @@ MAIN = "schedules, prefixes, second-corpus, bpe, precision"
 CLAIMS = (
     Claim("Middle steps matter most",
           "abstract; fig:12b-4b-barplot-perplexity, fig:kldiv-plot, fig:per_segment_ppl_barplot",
-          "schedules, search-influence, disagreement, second-corpus, bpe, precision", middle_matters),
+          "schedules, search, disagreement, second-corpus, bpe, precision", middle_matters),
     Claim("The sandwich is the best way to place 25% light steps", f"Section 3.2; {paper.OWT}", MAIN, sandwich_best),
     Claim("The ranking is the same on a second corpus and with prefixes", "Section 3.5; app:lm1b",
           "prefixes, second-corpus, bpe, precision", same_order),

@@ -29,6 +29,8 @@ from relaylm.studies.paper.schedule_sections import (
     tables_by_light,
 )
 
+CURVES = "KL and loss difference between light and heavy models by time, as in the paper's Figures 4 and 5."
+
 
 def time(result: Result, figures: Path) -> list[Block]:
     """Blocks and the rest of the time in both samplers, here and in the paper."""
@@ -56,7 +58,7 @@ def time(result: Result, figures: Path) -> list[Block]:
     return [
         _time_in_words(result, family, size),
         Figure(draw.time_bars(shares, figures / "time.png"), caption),
-        Table.of("time", "Beside Section 'Wall-clock vs. FLOPs'", rows),
+        Table.of("time", "Shares of the time, beside the paper's section on wall-clock and FLOPs", rows),
     ]
 
 
@@ -80,7 +82,7 @@ def _time_in_words(result: Result, family: Row, size: Row | None) -> str:
 
 def disagreement(result: Result, figures: Path) -> list[Block]:
     """Loss difference and KL by timestep."""
-    return _curves(result, figures, "disagreement", "As fig:loss_diff and fig:kldiv-plot.")
+    return _curves(result, figures, "disagreement", CURVES)
 
 
 def _curves(result: Result, figures: Path, name: str, caption: str) -> list[Block]:
@@ -112,12 +114,19 @@ def second_corpus(result: Result, figures: Path) -> list[Block]:
     """Schedules and KL on another corpus."""
     found = result["schedules"]
     name = found["family"]["name"] or "second corpus"
-    caption = "As fig:lm1b-12b-4b-barplot-perplexity."
+    caption = "Perplexity of the seven schedules on the second corpus, as in the paper's Figure 11."
     return [
         f"Family {name}. {about_samples(found)} {in_words(found, paper.LM1B)}",
         Figure(draw.bars({name: found}, figures / "second-corpus.png"), caption),
-        seven_table("second-corpus", f"Beside {paper.LM1B}", found, paper.LM1B),
-        *_curves(result["disagreement"], figures, "second-corpus-kl", "As fig:lm1b-kldiv-plot."),
+        seven_table(
+            "second-corpus", f"Seven schedules on the second corpus, beside the paper's {paper.LM1B}", found, paper.LM1B
+        ),
+        *_curves(
+            result["disagreement"],
+            figures,
+            "second-corpus-kl",
+            "KL and loss difference by time on the second corpus, as in the paper's Figure 12.",
+        ),
     ]
 
 
@@ -125,7 +134,7 @@ def bpe(result: Result, figures: Path) -> list[Block]:
     """Schedules and KL on tokens."""
     return [
         *tables_by_light(result["schedules"], figures, "bpe", "The same with a large vocabulary."),
-        *_curves(result["disagreement"], figures, "bpe-kl", "As fig:loss_diff and fig:kldiv-plot."),
+        *_curves(result["disagreement"], figures, "bpe-kl", CURVES),
     ]
 
 

@@ -5,6 +5,7 @@ Schedules are named as everywhere: light, quarter:1 (light steps at the masked e
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,6 +46,12 @@ STEPS: dict[str, int] = {label: table["steps"] for label, table in PAPER["tables
 OWT, LM1B, PREFIX_128, PREFIX_256 = TABLES
 DEPTHS, SHARES = ({int(key): tuple(row) for key, row in PAPER[name].items()} for name in ("depths", "shares"))
 OUTPUT_LAYER, BLOCKS = ({int(key): share for key, share in PAPER[name].items()} for name in ("output_layer", "blocks"))
+_labels_re = re.compile("|".join(map(re.escape, sorted(PAPER["printed"], key=len, reverse=True))))
+
+
+def named(text: str) -> str:
+    """The text with the paper's labels (`tab:scaling_steps`) replaced by what the paper prints (`Table 2`)."""
+    return _labels_re.sub(lambda found: PAPER["printed"][found.group()], text)
 
 
 def degradation(table: Table, name: str = "sandwich") -> float:

@@ -30,7 +30,7 @@ from relaylm.studies.paper import model_sections as models
 from relaylm.studies.paper import numbers as paper
 from relaylm.studies.paper import schedule_sections as show
 from relaylm.studies.paper.claims import WORDS, Verdict, verdicts
-from relaylm.studies.paper.document import Block, Table, write
+from relaylm.studies.paper.document import Block, Board, Figure, Folded, Table, write
 from relaylm.studies.paper.experiments import SCALES, Experiment, Scale, Setup
 from relaylm.studies.records import load_record, records_folder
 
@@ -204,13 +204,15 @@ def report(folder: Path, reasons: dict[str, str] | None = None, records: Path | 
     shown: dict[str, str] = {}
     for experiment in EXPERIMENTS:
         name = experiment.name
-        labels = ", ".join(f"`{label}`" for label in experiment.paper.split())
+        labels = ", ".join(experiment.paper.split())
         body.append(f"## {experiment.title}")
-        body.append(f"`--only {name}`. " + (f"In the paper: {labels}." if labels else "Not in the paper."))
+        body.append(f"In the paper: {labels}." if labels else "Not in the paper.")
         missing = own[name]["result"].get("missing") if name in own else None
         if name in own:
-            body.append(_made(own[name]) + (f" Not in this family: {', '.join(missing)}." if missing else ""))
+            if missing:
+                body.append(f"Not in this family: {', '.join(missing)}.")
             body += experiment.show(experiment.completed(own[name]["result"], records), folder / "figures")
+            body.append(Folded("How it was made", f"`relaylm reproduce --only {name}`. {_made(own[name])}"))
             shown[name] = "own"
         why = (reasons or {}).get(name)
         if name in kept and (name not in own or missing):
@@ -231,7 +233,8 @@ def report(folder: Path, reasons: dict[str, str] | None = None, records: Path | 
         body += ["## What decides where the disagreement peaks", *peaks]
     judged = judge_all(sources, records)
     committed = [name for name, kind in shown.items() if kind == "committed"]
-    write([*_head(own, kept, shown), *_claims(judged, committed), *body, *_slips()], TITLE, folder)
+    blocks = [*_head(own, kept, shown), *_claims(judged, committed), *body, *_slips()]
+    write([_printed(block) for block in blocks], TITLE, folder)
     claims = [
         {"claim": v.claim.name, "verdict": v.verdict, "findings": [asdict(f) for f in v.findings]} for v in judged
     ]
@@ -239,6 +242,24 @@ def report(folder: Path, reasons: dict[str, str] | None = None, records: Path | 
 
 
 TITLE = "relaylm: the paper's experiments"
+
+
+def _printed(block: Block) -> Block:
+    """The block with the paper's labels as the paper prints them."""
+
+    def table(one: Table) -> Table:
+        rows = [[paper.named(cell) for cell in row] for row in one.rows]
+        return replace(one, caption=paper.named(one.caption), rows=rows)
+
+    if isinstance(block, str):
+        return paper.named(block)
+    if isinstance(block, Figure):
+        return replace(block, caption=paper.named(block.caption))
+    if isinstance(block, Table):
+        return table(block)
+    if isinstance(block, Board):
+        return replace(block, claims=table(block.claims), findings=table(block.findings))
+    return replace(block, text=paper.named(block.text))
 
 
 def judge_all(data: dict[str, Data], records: Path | None = None) -> list[Verdict]:
@@ -294,13 +315,17 @@ def _claims(judged: Sequence[Verdict], kept: Sequence[str]) -> list[Block]:
     found = [[v.claim.name, f.where, WORDS[f.says], f.evidence] for v in judged for f in v.findings]
     return [
         "## Claims and verdicts",
-        (text + (f" Data of {', '.join(kept)} are from the results kept with the project." if kept else "")),
-        Table.of("claims", "Verdicts", rows),
-        Table("findings", "What each verdict rests on", ["claim", "where", "says", "evidence"], found),
+        *([f"Data of {', '.join(kept)} are from the results kept with the project."] if kept else []),
+        Board(
+            Table.of("claims", "Verdicts", rows),
+            Table("findings", "What each verdict rests on", ["claim", "where", "says", "evidence"], found),
+            {experiment.name: experiment.title for experiment in EXPERIMENTS},
+        ),
+        Folded("How verdicts are reached", text),
     ]
 
 
 def _slips() -> list[Block]:
     rows = [{"where": slip.where, "says": slip.says, "but": slip.found} for slip in paper.slips()]
     text = "Recomputed from the paper's own tables and equations."
-    return ["## The paper's own slips", text, Table.of("slips", "", rows)]
+    return ["## The paper's own slips", text, Table.of("slips", "Statements and what the numbers give", rows)]

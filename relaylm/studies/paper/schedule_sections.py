@@ -122,7 +122,7 @@ def in_words(result: Result, label: str | None = None, depth: int | None = None)
 
 def schedules(result: Result, figures: Path) -> list[Block]:
     """The seven schedules with each light model."""
-    caption = "As fig:12b-4b-, 12b-6b-, 12b-8b- and 12b-10b-barplot-perplexity."
+    caption = "Perplexity of the seven schedules with each light model, as in the paper's Figures 1, 7, 8 and 9."
     return tables_by_light(result, figures, "schedules", caption)
 
 
@@ -140,7 +140,7 @@ def tables_by_light(result: Result, figures: Path, name: str, caption: str) -> l
     ]
     for k, (light, found) in enumerate(by_light.items()):
         depth, label = result["depths"][light], paper.OWT if k == 0 else None
-        beside = f" beside {label}" if label else ""
+        beside = f", beside the paper's {label}" if label else ""
         blocks.append(f"**Light model {light}, {depth} deep.** {in_words(found, label, depth)}")
         blocks.append(seven_table(f"{name}-{light}", f"Seven schedules with light {light}{beside}", found, label))
     return blocks
@@ -160,9 +160,10 @@ def search(result: Result, figures: Path) -> list[Block]:
         f"{', '.join(map(str, order[:-4:-1]))} (0 is the fully masked end). {_calls(result['search_calls'])}"
     )
     caption = (
-        "As fig:best_worst_barplot (by mean log-perplexity), fig:top20config_barplot, fig:bottom20config_barplot and "
+        "The best and the worst placements by mean log-perplexity, how often each segment is light among the 20 best "
+        "and worst, and the influence of each segment with 95% bootstrap intervals (positive is harmful), as in the "
+        "paper's Figures 2, 3, 10 and 6."
     )
-    caption += "fig:per_segment_ppl_barplot (with 95% bootstrap intervals; positive is harmful)."
     segments = [
         {"segment": str(j), "light in top 20": f"{20 * top[j]:.0f}", "light in bottom 20": f"{20 * bottom[j]:.0f}"}
         | {"influence I(j)": f"{influence[j]:+.4f}", "95%": f"{ci[j][0]:+.4f} to {ci[j][1]:+.4f}"}
@@ -200,11 +201,11 @@ def depths(result: Result, figures: Path) -> list[Block]:
     words += f"{', '.join(str(row['depth']) for row in lights)} light blocks" + (
         f" (paper: {there})." if there else "."
     )
-    caption = "As tab:scaling_models: perplexity above all-heavy by the light model's depth, 95% intervals."
+    caption = "Perplexity above all-heavy by the light model's depth, with 95% intervals, as in the paper's Table 1."
     return [
         f"{about_samples(result)} {words}",
         Figure(draw.depth_curve(rows, result["contrasts"], figures / "depths.png"), caption),
-        Table.of("depths", "Beside tab:scaling_models", table),
+        Table.of("depths", "The light model's depth, beside the paper's Table 1", table),
     ]
 
 
@@ -242,11 +243,11 @@ def shares(result: Result, figures: Path) -> list[Block]:
         ppl_of = {share: values[0] for share, values in paper.SHARES.items()}
         words += f" At {half}% light steps {paid:.0%} of the quality gap is paid"
         words += f" (paper: {(ppl_of[half] - ppl_of[0]) / (ppl_of[100] - ppl_of[0]):.0%})."
-    caption = "As tab:scaling_steps: share of the quality gap paid, and time saved, over the light share."
+    caption = "Share of the quality gap paid, and time saved, over the share of light steps, as in the paper's Table 2."
     return [
         f"{about_samples(result)} {words}",
         Figure(draw.share_curves(result, by, figures / "shares.png"), caption),
-        Table.of("shares", "Beside tab:scaling_steps", table),
+        Table.of("shares", "The share of light steps, beside the paper's Table 2", table),
     ]
 
 
@@ -254,7 +255,7 @@ def prefixes(result: Result, figures: Path) -> list[Block]:
     """The seven schedules after prefixes."""
     found = result["by_prefix"]
     titles = {f"{k} given tokens": r for k, r in found.items()}
-    caption = "As fig:owt_perplexity_barplot_12b4b_prefix128 and _prefix256: conditional perplexity."
+    caption = "Conditional perplexity after a prefix, as in the paper's Figures 13 and 14."
     blocks: list[Block] = [
         f"Prefixes are {result['source']}. {about_samples(next(iter(found.values())))}",
         Figure(draw.bars(titles, figures / "prefixes.png"), caption),
@@ -262,7 +263,7 @@ def prefixes(result: Result, figures: Path) -> list[Block]:
     for k, r in found.items():
         label = paper.PREFIX_128 if r["length"] // int(k) == 8 else paper.PREFIX_256
         blocks.append(f"**{k} of {r['length']} given.** {in_words(r, label)}")
-        blocks.append(seven_table(f"prefixes-{k}", f"After {k} given tokens, beside {label}", r, label))
+        blocks.append(seven_table(f"prefixes-{k}", f"After {k} given tokens, beside the paper's {label}", r, label))
     return blocks
 
 
