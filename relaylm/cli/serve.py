@@ -1,6 +1,7 @@
 """Serve families over HTTP, and a page to try them on. Example: relaylm serve --family wiki-bpe --port 8000"""
 
 import argparse
+import os
 
 from relaylm.cli import tools
 from relaylm.cli.options import add_shared, natural, positive, seconds_type
@@ -17,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-rows", type=positive, default=64, help="rows in flight")
     add("--max-queue", type=positive, default=256, help="rows that may wait; over that a request is answered 429")
     add("--timeout", type=seconds_type, default=600.0, help="time for a request, waiting included: 90s, 10m")
-    add_shared(parser, "batch-size", **{"batch-size": "rows in a network call (default: what the device needs)"})
+    add_shared(parser, "batch-size", **{"batch-size": "rows in every network call (auto: by the device)"})
     add("--log-prompts", action="store_true", help="write the fields of requests to the log, prompts included")
     add_shared(parser, "dtype device")
 
@@ -25,9 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tools.Result:
     """Load the families and serve until interrupted."""
     try:
-        from relaylm.serve.server import serve
+        from relaylm.serve.server import load_families, serve
     except ModuleNotFoundError as error:
         raise UserError(f"relaylm serve needs {error.name}: pip install 'relaylm[serve]'") from None
+    from relaylm.serve.app import Settings
+    from relaylm.serve.host import Limits
 
-    serve(args.family or [tools.default_family(None)], args)
+    limits = Limits(**tools.chosen(args, "max_rows max_queue timeout batch_size"))
+    settings = Settings(args.api_key or os.environ.get("RELAYLM_API_KEY"), log_prompts=args.log_prompts)
+    families = load_families(args.family or [tools.default_family(None)], args.device, args.dtype)
+    serve(families, limits, settings, args.host, args.port)
     return {}

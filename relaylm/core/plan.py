@@ -173,14 +173,17 @@ def sort_by_key(key_nL: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray,
 
 Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Row numbers, positions and draw indices (N,) that key the noise of N tokens."""
+Seed = int | tuple[torch.Tensor, torch.Tensor]
+"""One seed for all places, or the two words (N,) of each place's own, as `split_seed` gives them."""
 
 
-def _words(seed: int, places: Places, index_NX: torch.Tensor, use: int) -> tuple[torch.Tensor, ...]:
+def _words(seed: Seed, places: Places, index_NX: torch.Tensor, use: int) -> tuple[torch.Tensor, ...]:
     """Four 32-bit words (N, X) for each place and index."""
     row_N1, position_N1, draw_N1 = (x_N[:, None] for x_N in places)
     zero_NX = torch.zeros_like(index_NX + position_N1)
     counter = (zero_NX + index_NX, zero_NX + position_N1, zero_NX + row_N1, zero_NX + (draw_N1 * 256 + use))
-    return philox(counter, split_seed(seed))
+    key: Any = split_seed(seed) if isinstance(seed, int) else tuple(word_N[:, None] for word_N in seed)
+    return philox(counter, key)
 
 
 def _exponential(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -190,14 +193,14 @@ def _exponential(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     return -torch.log1p(-v.clamp_max(1 - 2.0**-53))
 
 
-def _block_minima(seed: int, places: Places, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _block_minima(seed: Seed, places: Places, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest exponential (N, G) of each block, and the slot it falls on."""
     words = _words(seed, places, torch.arange(blocks, device=places[0].device)[None, :], _BLOCK_MINIMUM)
     return _exponential(words[0], words[1]) / BLOCK, words[2] & (BLOCK - 1)
 
 
 def _open_blocks(
-    seed: int, places: Places, block_M: torch.Tensor, minimum_M: torch.Tensor, slot_M: torch.Tensor, slots: int
+    seed: Seed, places: Places, block_M: torch.Tensor, minimum_M: torch.Tensor, slot_M: torch.Tensor, slots: int
 ) -> torch.Tensor:
     """The exponentials (M, S) of the first `slots` tokens of each listed block. Two tokens share a counter, since each
     takes two words."""
@@ -223,7 +226,7 @@ def token_noise(
 
 
 def race(
-    logits_NV: torch.Tensor, seed: int, row_N: torch.Tensor, position_N: torch.Tensor, draw_N: torch.Tensor
+    logits_NV: torch.Tensor, seed: Seed, row_N: torch.Tensor, position_N: torch.Tensor, draw_N: torch.Tensor
 ) -> torch.Tensor:
     """One token for each listed position from softmax(logits), exactly: argmax_v logit_v - log E_v.
 
@@ -246,7 +249,8 @@ def race(
         slots = min(BLOCK, vocab_size)
         places = row_N[which_M], position_N[which_M], draw_N[which_M]
         closed = minimum_NG[which_M, block_M], slot_NG[which_M, block_M]
-        noise_MS = _open_blocks(seed, places, block_M, *closed, slots)
+        seed_M = seed if isinstance(seed, int) else (seed[0][which_M], seed[1][which_M])
+        noise_MS = _open_blocks(seed_M, places, block_M, *closed, slots)
         opened_M, opened_slot_M = (logits_NGS[which_M, block_M, :slots] - noise_MS.log()).max(dim=1)
         # Scatter each opened block's winner back to its position; ties (probability zero) go to the larger id.
         top_N = best_N.scatter_reduce(0, which_M, opened_M, "amax")

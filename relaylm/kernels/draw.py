@@ -71,21 +71,31 @@ if triton is not None:
         w0, w1, w2, _w3 = _philox(c0, zero + position.to(tl.uint32), zero + row.to(tl.uint32), use, k0, k1)
         return _exponential(w0, w1) * 0.015625, (w2 & 63).to(tl.int32)
 
+    @triton.jit
+    def _key(k0, k1, n, OWN: tl.constexpr):
+        """The words of a seed: one for all places, or where they stand for each of them."""
+        if OWN:
+            k0 = tl.load(k0 + n)
+            k1 = tl.load(k1 + n)
+        return k0.to(tl.uint32), k1.to(tl.uint32)
+
     @triton.jit(do_not_specialize=["k0", "k1"])
     def _ceilings_kernel(
         logits, row_n, position_n, draw_n, ceiling_out, floor_out, vocab, stride, blocks, k0, k1, TILE: tl.constexpr,
+        OWN: tl.constexpr,
     ):  # fmt: skip
         """For each block the best score it could hold, (its largest logit) - log(its minimum), and for each tile the
         best score it surely holds, that of the tokens the minima fall on."""
         n = tl.program_id(0)
         tile = tl.program_id(1)
         row, position, draw = tl.load(row_n + n), tl.load(position_n + n), tl.load(draw_n + n)
+        key0, key1 = _key(k0, k1, n, OWN)
         base = logits + n.to(tl.int64) * stride
         block = tile * TILE + tl.arange(0, TILE)
         token = block[:, None] * 64 + tl.arange(0, 64)[None, :]
         allowed = token < vocab
         largest = tl.max(tl.load(base + token, mask=allowed, other=-float("inf")).to(tl.float32), axis=1)
-        minimum, slot = _block_minimum(block, position, row, draw, k0.to(tl.uint32), k1.to(tl.uint32))
+        minimum, slot = _block_minimum(block, position, row, draw, key0, key1)
         log_minimum = tl.log(minimum)
         ceiling = largest.to(tl.float64) - log_minimum
         # Kept in float32, rounded up: sometimes a block is opened in vain, but none is missed.
@@ -99,7 +109,7 @@ if triton is not None:
     @triton.jit(do_not_specialize=["k0", "k1"])
     def _open_kernel(
         logits, row_n, position_n, draw_n, ceilings, floors, best_out, token_out, vocab, stride, blocks, floor_count,
-        k0, k1, FLOORS: tl.constexpr, TILE: tl.constexpr,
+        k0, k1, FLOORS: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr,
     ):  # fmt: skip
         """Race in full the tiles of blocks that could hold the winner: a program takes every num_programs-th tile."""
         n = tl.program_id(0)
@@ -117,7 +127,7 @@ if triton is not None:
                 allowed = token < vocab
                 base = logits + n.to(tl.int64) * stride
                 value = tl.load(base + token, mask=allowed, other=-float("inf")).to(tl.float64)
-                key0, key1 = k0.to(tl.uint32), k1.to(tl.uint32)
+                key0, key1 = _key(k0, k1, n, OWN)
                 minimum, slot = _block_minimum(block, position, row, draw, key0, key1)
                 pair = (token // 2).to(tl.uint32)
                 zero = pair & 0
@@ -146,15 +156,16 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, ...
     return out.unbind(0)
 
 
-def race(logits_NV: Tensor, seed: int, row_N: Tensor, position_N: Tensor, draw_N: Tensor) -> Tensor:
+def race(logits_NV: Tensor, seed: plan.Seed, row_N: Tensor, position_N: Tensor, draw_N: Tensor) -> Tensor:
     """The tokens (N,) of `plan.race`, by the kernel where there is one, and on the CPU for a device without float64."""
     if logits_NV.device.type == "mps":
+        seed = seed if isinstance(seed, int) else (seed[0].cpu(), seed[1].cpu())
         return plan.race(logits_NV.cpu(), seed, row_N.cpu(), position_N.cpu(), draw_N.cpu()).to(logits_NV.device)
     by_kernel = available() and logits_NV.is_cuda
     return (race_kernel if by_kernel else plan.race)(logits_NV, seed, row_N, position_N, draw_N)
 
 
-def race_kernel(logits_NV: Tensor, seed: int, row_N: Tensor, position_N: Tensor, draw_N: Tensor) -> Tensor:
+def race_kernel(logits_NV: Tensor, seed: plan.Seed, row_N: Tensor, position_N: Tensor, draw_N: Tensor) -> Tensor:
     """`plan.race` on CUDA: one token for each row of logits."""
     n, vocab = logits_NV.shape
     logits_NV = logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
@@ -162,17 +173,18 @@ def race_kernel(logits_NV: Tensor, seed: int, row_N: Tensor, position_N: Tensor,
     wide, narrow = min(64, triton.next_power_of_2(blocks)), min(4, triton.next_power_of_2(blocks))
     floors, tiles = triton.cdiv(blocks, wide), triton.cdiv(blocks, narrow)
     parts = max(1, min(tiles, MANY_PROGRAMS // max(1, n)))  # few tiles are opened: one program for each costs more
-    device, key = logits_NV.device, (seed & 0xFFFFFFFF, seed >> 32)
+    device, own = logits_NV.device, not isinstance(seed, int)
+    key = (seed & 0xFFFFFFFF, seed >> 32) if isinstance(seed, int) else tuple(word_N.contiguous() for word_N in seed)
     ceiling = torch.empty((n, blocks), dtype=torch.float32, device=device)
     floor = torch.empty((n, floors), dtype=torch.float64, device=device)
     best = torch.empty((n, parts), dtype=torch.float64, device=device)
     token = torch.empty((n, parts), dtype=torch.int32, device=device)
     noise = (row_N, position_N, draw_N)
     _ceilings_kernel[(n, floors)](
-        logits_NV, *noise, ceiling, floor, vocab, logits_NV.stride(0), blocks, *key, TILE=wide, num_warps=4
+        logits_NV, *noise, ceiling, floor, vocab, logits_NV.stride(0), blocks, *key, TILE=wide, OWN=own, num_warps=4
     )
     _open_kernel[(n, parts)](
         logits_NV, *noise, ceiling, floor, best, token, vocab, logits_NV.stride(0), blocks, floors, *key,
-        FLOORS=triton.next_power_of_2(floors), TILE=narrow, num_warps=2,
+        FLOORS=triton.next_power_of_2(floors), TILE=narrow, OWN=own, num_warps=2,
     )  # fmt: skip
     return token.gather(1, best.argmax(dim=1, keepdim=True))[:, 0].long()

@@ -32,7 +32,7 @@ from relaylm.errors import UserError
 from relaylm.sampling.denoise import Options, check_request, denoise, next_call
 from relaylm.sampling.engine import SCRATCH, at_rows, features_at, settings
 from relaylm.sampling.law import Drawer, Law, widest_float
-from relaylm.sampling.policy import RowStates, policy_text, resolve, static_models
+from relaylm.sampling.policy import Grid, RowStates, policy_text, resolve, static_models
 from relaylm.sampling.result import Event, Samples, Trace, cost_of_calls, reference_flops
 from relaylm.sampling.rules import (
     Rule,
@@ -70,18 +70,11 @@ def decode(
     if alpha != LINEAR:
         raise UserError("decoding rules are defined for the linear noise schedule: leave alpha out")
     followed, times = resolve(policy, steps, rule)
-    changes = (*law.changes, *(["temperature=0"] if greedy else []))
-    if not rule.exact or rule.own_order:
-        changes = (f"rule={rule}", *changes)
+    changes = changes_of(rule, law, greedy)
     if rule.planned:
         options["law"] = replace(law, top_k=1) if greedy else law
-        if rule.levels is not None:
-            samples = denoise(
-                models, followed, plan, steps=math.inf, call_nL=level_calls(rule, plan.given_nL), **options
-            )
-        else:
-            assert times is not None
-            samples = denoise(models, followed, planned(rule, plan, times), steps=len(times) - 1, **options)
+        laid, steps, call_nL = as_plan(rule, plan, times)
+        samples = denoise(models, followed, laid, steps=steps, call_nL=call_nL, **options)
         heavy = options.get("heavy") or list(models)[-1]
         cost = replace(samples.cost, flops_reference=reference_flops(models[heavy], plan))
         return replace(samples, schedule=policy_text(policy), changes_law=changes, cost=cost)
@@ -126,6 +119,20 @@ def _finished(
         while run.step():
             pass
     return run
+
+
+def changes_of(rule: Rule, law: Law, greedy: bool) -> tuple[str, ...]:
+    """What `Samples.changes_law` says of a rule."""
+    named = not rule.exact or rule.own_order
+    return (*([f"rule={rule}"] if named else []), *law.changes, *(["temperature=0"] if greedy else []))
+
+
+def as_plan(rule: Rule, plan: Plan, times: Grid) -> tuple[Plan, float, np.ndarray | None]:
+    """A planned rule as `denoise` takes it: the plan, T, and the call of each position where there is no grid."""
+    if rule.levels is not None:
+        return plan, math.inf, level_calls(rule, plan.given_nL)
+    assert times is not None
+    return planned(rule, plan, times), len(times) - 1, None
 
 
 @dataclass(frozen=True)
@@ -444,11 +451,14 @@ class RuleRun:
         rows = torch.from_numpy(call.rows_R).to(self.device)
         changed_RL = (written_BL[: len(rows)] | self.again_nL[rows]).cpu().numpy()
         tokens_RL = self.token_nL[rows].cpu().numpy()
+        logprob_BL = torch.zeros_like(self.sure_nL[look.rows_B]).scatter(1, look.place_BK, look.logprob_BK)
+        logprob_RL = logprob_BL[: len(rows)].cpu().numpy()
         self.again_nL[rows] = False
         for j, row in enumerate(call.rows_R.tolist()):
             changed = np.flatnonzero(changed_RL[j])
             step, tokens = self.steps - int(self.at_n[row]) if self.steps else 0, tokens_RL[j, changed].tolist()
-            yield Event(row, step, float(call.t_R[j]), self.names[call.model], changed.tolist(), tokens)
+            logprobs = logprob_RL[j, changed].tolist()
+            yield Event(row, step, float(call.t_R[j]), self.names[call.model], changed.tolist(), tokens, logprobs)
 
     def samples(self, began: float) -> Samples:
         """What came out, once nothing is left to do; `began` by time.perf_counter()."""

@@ -32,7 +32,7 @@ from relaylm.errors import UserError
 from relaylm.models.compat import check_whole
 from relaylm.sampling.engine import Call, Engine, settings
 from relaylm.sampling.law import Law
-from relaylm.sampling.policy import RowStates, policy_text, resolve, static_models
+from relaylm.sampling.policy import Grid, RowStates, policy_text, resolve, static_models
 from relaylm.sampling.queue import Queue, shared_first_calls
 from relaylm.sampling.result import Event, Samples, Trace, cost_of_calls
 
@@ -91,17 +91,28 @@ def begin(
     which it began). `denoise` takes it to its end; who wants to see several runs side by side makes their calls in
     turn, under `engine.settings`."""
     check_request(models, plan, options.mask_id, options.batch_size, options.heavy)
+    followed, times, events = follow(policy, steps, plan, alpha, call_nL)
+    run = Run(models, followed, plan, events, options, 0 if times is None else len(times) - 1, engine)
+    spaced = call_nL is not None or (isinstance(policy, Schedule) and policy.spacing is not None)
+    calls = int(events.per_row_n.max(initial=0)) if spaced else math.inf
+    return run, partial(run.samples, policy_text(policy), calls if times is None else len(times) - 1)
+
+
+def follow(
+    policy: Policy | Schedule,
+    steps: float | None,
+    plan: Plan,
+    alpha: Alpha = LINEAR,
+    call_nL: np.ndarray | None = None,
+) -> tuple[Policy, Grid, Events]:
+    """The policy resolved for its steps, their grid of times, and the events of every row of the plan."""
     followed, times = resolve(policy, steps)
     spacing = policy.spacing if isinstance(policy, Schedule) else None
     if spacing is not None and alpha != LINEAR:
         raise UserError(f"{spacing} is defined for the linear noise schedule: leave alpha out")
     if call_nL is not None:
-        events = events_of_calls(plan, call_nL)
-    else:
-        events = make_events(plan, times, alpha) if spacing is None else spaced_events(plan, spacing)
-    run = Run(models, followed, plan, events, options, 0 if times is None else len(times) - 1, engine)
-    calls = math.inf if spacing is None and call_nL is None else int(events.per_row_n.max(initial=0))
-    return run, partial(run.samples, policy_text(policy), calls if times is None else len(times) - 1)
+        return followed, times, events_of_calls(plan, call_nL)
+    return followed, times, make_events(plan, times, alpha) if spacing is None else spaced_events(plan, spacing)
 
 
 def check_request(

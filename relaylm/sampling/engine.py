@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from relaylm.core.plan import Plan
+from relaylm.core.plan import Plan, split_seed
 from relaylm.kernels import available
 from relaylm.models.denoiser import Transformer
 from relaylm.sampling.law import Drawer, Law, widest_float
@@ -66,7 +66,8 @@ class Engine:
     """Token state on the device, and the network calls that change it.
 
     Models are anything with `logits_at(tokens, t, positions)`, or `hidden_at` and `head` in its place. With `scored` a
-    call also returns the log-probabilities of the tokens it wrote, which dynamic policies see."""
+    call also returns the log-probabilities of the tokens it wrote, which dynamic policies see. With `shared`, rows of
+    several plans come and go (`seat`), and the noise of each is keyed by its own plan's seed."""
 
     def __init__(
         self,
@@ -76,12 +77,14 @@ class Engine:
         law: Law,
         device: torch.device | str,
         scored: bool = False,
+        shared: bool = False,
     ) -> None:
         self.models, self.device, self.scored = list(models), torch.device(device), scored
         self.exact = widest_float(self.device)
         self.drawer = Drawer(law, plan.seed, mask_id, self.device)
         self.state_nL = torch.full((plan.n + 1, plan.length), mask_id, device=self.device)
         self.row_ids = torch.zeros(plan.n + 1, dtype=torch.int64, device=self.device)
+        self.seeds_2n = torch.zeros((2, plan.n + 1), dtype=torch.int64, device=self.device) if shared else None
         self.load(plan.rows_n, np.where(plan.given_nL < 0, mask_id, plan.given_nL))
         self._graphs: dict[tuple[int, Shape], _Graph] = {}
         self._seen: set[tuple[int, Shape]] = set()
@@ -91,6 +94,14 @@ class Engine:
         """Put other rows, masks included, in the first places. In place, so captured calls stay valid."""
         self.row_ids[: len(rows_m)] = torch.from_numpy(rows_m.astype(np.int64)).to(self.device)
         self.state_nL[: len(rows_m)] = torch.from_numpy(tokens_mL.astype(np.int64)).to(self.device)
+
+    def seat(self, place: int, plan: Plan, row: int) -> None:
+        """Put one row of another plan in a place. In place, so captured calls stay valid."""
+        assert self.seeds_2n is not None
+        given_L = torch.from_numpy(plan.given_nL[row]).to(self.device)
+        self.state_nL[place] = given_L.masked_fill(given_L < 0, self.drawer.mask_id)
+        self.row_ids[place] = int(plan.rows_n[row])
+        self.seeds_2n[:, place] = torch.tensor(split_seed(plan.seed), device=self.device)
 
     def serves(self, models: Sequence[Any], plan: Plan, mask_id: int, law: Law, scored: bool) -> bool:
         """Was this engine made for such a run? All of this is fixed in what it has captured."""
@@ -152,7 +163,8 @@ class Engine:
         return token_N, logprob_N
 
     def _draw(self, logits_NV: Tensor, row_N: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
-        token_N, lawful_NV = self.drawer(logits_NV, self.row_ids[row_N], position_N, torch.zeros_like(row_N))
+        seed = None if self.seeds_2n is None else (self.seeds_2n[0, row_N], self.seeds_2n[1, row_N])
+        token_N, lawful_NV = self.drawer(logits_NV, self.row_ids[row_N], position_N, torch.zeros_like(row_N), seed)
         if not self.scored:
             return token_N, token_N
         log_p_NV = lawful_NV.to(self.exact).log_softmax(dim=-1)

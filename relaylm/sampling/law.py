@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from relaylm.core.plan import Seed
 from relaylm.errors import UserError
 from relaylm.kernels.draw import race
 
@@ -67,8 +68,11 @@ class Drawer:
         self.law, self.seed, self.mask_id, self.greedy = law, seed, mask_id, greedy
         self._sum_of_largest = torch.zeros((), dtype=widest_float(device), device=device)
 
-    def __call__(self, logits_NV: Tensor, row_N: Tensor, position_N: Tensor, draw_N: Tensor) -> tuple[Tensor, Tensor]:
-        """A token for each place, and the logits (N, V) of the law that it was drawn from."""
+    def __call__(
+        self, logits_NV: Tensor, row_N: Tensor, position_N: Tensor, draw_N: Tensor, seed: Seed | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """A token for each place, and the logits (N, V) of the law that it was drawn from; `seed` for places that have
+        their own."""
         lawful_NV = self.law.apply(logits_NV, self.mask_id)
         # The largest logit is NaN if any is, +inf if any is, and -inf if no token is possible; -inf for some tokens is
         # allowed. A sum is finite only if all of its terms are.
@@ -76,7 +80,7 @@ class Drawer:
         if self.greedy:
             token_N = lawful_NV.argmax(dim=-1)
         else:
-            token_N = race(lawful_NV, self.seed, row_N, position_N, draw_N)
+            token_N = race(lawful_NV, self.seed if seed is None else seed, row_N, position_N, draw_N)
         return token_N.clamp_max(lawful_NV.shape[-1] - 1), lawful_NV  # a race among NaNs has no winner
 
     def check(self) -> None:

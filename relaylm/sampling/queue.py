@@ -100,17 +100,8 @@ class Queue:
         """The call of these rows' next events."""
         events_R = self.next_n[rows_R]
         counts_R = self.events.count_E[events_R]
-        r, total = len(rows_R), int(counts_R.sum())
-        place_F = np.repeat(np.arange(r), counts_R)  # the place in the batch that each due position belongs to
-        within_F = np.arange(total) - np.repeat(np.cumsum(counts_R) - counts_R, counts_R)
-        due_F = self.events.positions_F[np.repeat(self.events.start_E[events_R], counts_R) + within_F]
-        t_B, index = np.ones(shape.rows), np.zeros(sum(shape.parts), dtype=np.int64)
-        rows_B, positions, kept_N, row_N, position_N = np.split(index, np.cumsum(shape.parts[:-1]))
-        rows_B[r:] = row_N[total:] = SCRATCH
-        rows_B[:r], t_B[:r] = rows_R, self.events.t_E[events_R]
-        kept_N[:total], row_N[:total], position_N[:total] = place_F * shape.per_row + within_F, rows_R[place_F], due_F
-        positions[kept_N[:total]] = due_F
-        return Call(model, shape, rows_R, events_R, counts_R, due_F, t_B, index)
+        due_F = self.events.positions_F[np.repeat(self.events.start_E[events_R], counts_R) + _within(counts_R)]
+        return pack(model, shape, rows_R, events_R, counts_R, due_F, self.events.t_E[events_R])
 
     def advance(self, call: Call) -> None:
         """Move the call's rows to their next events; waiting rows take the places of finished ones."""
@@ -121,6 +112,34 @@ class Queue:
             places = self.in_flight - len(self.pool)
             self.pool = np.concatenate([self.pool, self.waiting[:places]])
             self.waiting = self.waiting[places:]
+
+
+def _within(counts_R: np.ndarray) -> np.ndarray:
+    """0, 1, ... for the due positions of each row."""
+    return np.asarray(np.arange(counts_R.sum()) - np.repeat(np.cumsum(counts_R) - counts_R, counts_R))
+
+
+def pack(
+    model: int,
+    shape: Shape,
+    rows_R: np.ndarray,
+    events_R: np.ndarray,
+    counts_R: np.ndarray,
+    due_F: np.ndarray,
+    t_R: np.ndarray,
+) -> Call:
+    """The call of rows (their places in the engine), each with its number of due positions, those positions row after
+    row, and its time."""
+    r, total = len(rows_R), len(due_F)
+    place_F = np.repeat(np.arange(r), counts_R)  # the place in the batch that each due position belongs to
+    t_B, index = np.ones(shape.rows), np.zeros(sum(shape.parts), dtype=np.int64)
+    rows_B, positions, kept_N, row_N, position_N = np.split(index, np.cumsum(shape.parts[:-1]))
+    rows_B[r:] = row_N[total:] = SCRATCH
+    rows_B[:r], t_B[:r] = rows_R, t_R
+    kept_N[:total] = place_F * shape.per_row + _within(counts_R)
+    row_N[:total], position_N[:total] = rows_R[place_F], due_F
+    positions[kept_N[:total]] = due_F
+    return Call(model, shape, rows_R, events_R, counts_R, due_F, t_B, index)
 
 
 def changes_ahead(model_E: np.ndarray, row_ptr_n1: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -27,6 +27,7 @@ class Event:
     model: str
     positions: list[int]
     tokens: list[int]
+    logprobs: list[float] | None = None  # of the tokens, where the loop computes them
 
 
 @dataclass(frozen=True)

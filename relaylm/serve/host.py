@@ -1,120 +1,300 @@
-"""Requests on this machine: from fields to rows, and from written rows to the events of a stream."""
+"""Requests on this machine: from fields to rows of the scheduler, and from written rows to the events of a stream."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from relaylm.core.cost import Cost
+from relaylm.core.plan import Plan, make_plan
+from relaylm.core.schedule import Policy
+from relaylm.errors import UserError
 from relaylm.models.family import Family
-from relaylm.sampling.result import Event
-from relaylm.sampling.sample import sample
-from relaylm.serve.request import Ask, describe, describe_models, describe_schedule, pick_family, settled
+from relaylm.sampling.confidence import RuleRun, as_plan, changes_of
+from relaylm.sampling.denoise import Options, follow
+from relaylm.sampling.engine import Engine
+from relaylm.sampling.policy import Grid, policy_text, resolve, static_models
+from relaylm.sampling.result import Event, cost_of_calls, total_cost
+from relaylm.sampling.sample import Request
+from relaylm.serve.metrics import Metrics
+from relaylm.serve.request import Ask, Refused, bad, describe, describe_models, describe_schedule, pick_family, settled
+from relaylm.serve.scheduler import Job, LaneKey, Scheduler
 from relaylm.show.colours import pieces_of
 
 
-class Host:
-    """Families in this process."""
+@dataclass(frozen=True)
+class Limits:
+    """What the server is told on the command line."""
 
-    def __init__(self, families: Mapping[str, Family]) -> None:
-        self.families, self.created, self.lock = families, int(time.time()), threading.Lock()
+    max_rows: int = 64
+    max_queue: int = 256
+    timeout: float = 600.0
+    batch_size: int | None = None
+
+
+@dataclass
+class Part:
+    """The rows of one prompt of a request."""
+
+    request: Request
+    job: Job
+    first: int  # its first row's number in the answer
+    tokens_nL: np.ndarray  # as far as they are written, -1 elsewhere
+    plan: Plan  # before a rule set the steps
+    followed: Policy
+    heavy: str
+
+    def cost(self, family: Family) -> Cost:
+        """Of the calls that its rows make."""
+        job = self.job
+        if job.events is None or job.model_E is None:
+            assert job.cost is not None
+            return job.cost
+        cost = cost_of_calls(family.models, job.model_E, job.events.count_E, self.plan, self.heavy, self.followed)
+        cost.calls = {name: calls for name, calls in cost.calls.items() if name in self.request.names}
+        return cost
+
+
+def rows_in_call(family: Family, length: int, limits: Limits) -> int:
+    """Rows that every call has, empty places included. As few as keep the device busy, since a lone row pays for all of
+    them: on a CPU 256 tokens are enough for the matrix products, on CUDA about 16,384. A power of two."""
+    if limits.batch_size is not None:
+        return limits.batch_size
+    rows = (16384 if family.device.type == "cuda" else 256) // length
+    return 1 << max(0, min(rows, limits.max_rows).bit_length() - 1)
+
+
+class Host:
+    """Families in this process, one scheduler and its thread."""
+
+    def __init__(self, families: Mapping[str, Family], limits: Limits | None = None) -> None:
+        self.families, self.limits, self.created = families, limits or Limits(), int(time.time())
+        self.metrics_of = Metrics()
+        rows, queue = self.limits.max_rows, self.limits.max_queue
+        self.scheduler = Scheduler(self._engine, rows, queue, on_call=self.metrics_of.call)
+        self.thread = threading.Thread(target=self.scheduler.work, name="relaylm-calls", daemon=True)
+
+    def start(self) -> None:
+        """Begin to make calls."""
+        self.thread.start()
+
+    def close(self) -> None:
+        """Finish what was accepted, refuse the rest."""
+        self.scheduler.close()
+        self.thread.join()
+
+    def _engine(self, lane: LaneKey, places: int) -> Engine:
+        family, length = self.families[lane.family], lane.length
+        nothing = np.full((places, length), -1, dtype=np.int64)
+        empty = Plan(0, np.zeros(places, dtype=np.int64), nothing, np.zeros((places, length)))
+        models = list(family.models.values())
+        return Engine(models, empty, family.mask_id, lane.law, family.device, scored=True, shared=True)
+
+    # -------------------------------------------------------------------------------- what the HTTP side asks for
 
     async def models(self) -> list[dict[str, Any]]:
+        """The entries of GET /v1/models."""
         return [describe(name, family, self.created) for name, family in self.families.items()]
 
     async def schedule(self, ask: Ask) -> dict[str, Any]:
+        """A schedule as parsed, and what it costs."""
         return await asyncio.to_thread(describe_schedule, pick_family(self.families, ask.model)[1], ask)
 
     async def health(self) -> dict[str, Any]:
-        return {}
+        """Rows in flight and waiting."""
+        if not self.thread.is_alive():
+            raise Refused(503, "the thread that makes calls has ended", "dead")
+        return {"rows_in_flight": self.scheduler.rows_in_flight, "rows_waiting": self.scheduler.rows_waiting}
 
     async def metrics(self) -> bytes:
-        return b""
+        """Prometheus' text."""
+        return self.metrics_of.text(self.scheduler.rows_in_flight, self.scheduler.rows_waiting)
 
     async def stream(self, ask: Ask) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """start, written ..., done; see `app.Backend`."""
         name, family = pick_family(self.families, ask.model)
-        request = settled(family, ask, ask.prompts[0])
-        given_L = np.atleast_2d(request.given)[0]
-        pieces = [None if token < 0 else piece for token, piece in zip(given_L, pieces_of(family, given_L))]
-        yield (
-            "start",
-            {
-                "id": f"denoise-{secrets.token_hex(8)}",
-                "family": name,
-                "rows": ask.n,
-                "length": len(given_L),
-                "seed": ask.seed,
-                "schedule": str(request.policy),
-                "law": request.law_text,
-                "steps": request.steps,
-                "models": [m for m in describe_models(family) if m["name"] in request.names],
-                "given": [pieces] * ask.n,
-                "planned": None,
-            },
-        )
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
-        tokens_nL = np.repeat(given_L[None], ask.n, axis=0)
+        if ask.n * len(ask.prompts) > self.limits.max_queue:
+            raise bad(f"{ask.n * len(ask.prompts)} rows are more than the {self.limits.max_queue} served at once", "n")
+        loop, inbox = asyncio.get_running_loop(), asyncio.Queue[tuple[Part, Any]]()
 
-        def written(event: Event) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, event)
+        def put(part: Part, what: Any) -> None:
+            loop.call_soon_threadsafe(inbox.put_nowait, (part, what))
 
-        def work() -> Any:
-            with self.lock:
-                return sample(
-                    family,
-                    request.policy,
-                    ask.n,
-                    steps=request.steps,
-                    seed=ask.seed,
-                    given=request.given,
-                    temperature=ask.temperature,
-                    top_p=ask.top_p,
-                    rule=request.rule,
-                    callback=written,
-                    batch_size=1,
-                )
+        parts = await asyncio.to_thread(self._prepare, name, family, ask, put)
+        jobs = [part.job for part in parts]
+        self.scheduler.submit(jobs)
+        try:
+            yield "start", start_event(name, family, ask, parts)
+            left = len(parts)
+            while left:
+                part, what = await inbox.get()
+                if isinstance(what, Event):
+                    yield "written", written_event(family, part, what, ask)
+                elif isinstance(what, Refused):
+                    raise what
+                else:
+                    left -= 1
+            done = done_event(family, ask, parts)
+            self.metrics_of.request(done["relaylm"])
+            yield "done", done
+        finally:
+            if not all(job.over for job in jobs):
+                self.scheduler.cancel(jobs)
 
-        task = asyncio.ensure_future(asyncio.to_thread(work))
-        task.add_done_callback(lambda _: queue.put_nowait(None))
-        while (event := await queue.get()) is not None:
-            tokens_nL[event.row, event.positions] = event.tokens
-            texts = pieces_of(family, np.array(event.tokens))
-            yield (
-                "written",
-                {
-                    "row": event.row,
-                    "positions": event.positions,
-                    "tokens": event.tokens,
-                    "texts": texts,
-                    "logprobs": [None] * len(texts),
-                    "model": event.model,
-                    "step": event.step,
-                    "t": event.t,
-                    "finished": "",
-                },
-            )
-        samples = await task
-        cost = samples.cost
-        yield (
-            "done",
-            {
-                "texts": samples.texts,
-                "completions": samples.texts,
-                "usage": {},
-                "relaylm": {
-                    "schedule": samples.schedule,
-                    "law": samples.law,
-                    "calls": cost.calls,
-                    "flops": cost.flops,
-                    "saved": cost.flops_saved,
-                    "seconds_queued": 0.0,
-                    "seconds_computing": cost.seconds,
-                    "batch_size": cost.batch_size,
-                },
-            },
-        )
+    def _prepare(self, name: str, family: Family, ask: Ask, put: Callable[[Part, Any], None]) -> list[Part]:
+        parts: list[Part] = []
+        deadline = self.scheduler.clock() + self.limits.timeout
+        requests = [settled(family, ask, prompt) for prompt in ask.prompts]
+        batch = rows_in_call(family, max(request.given.shape[-1] for request in requests), self.limits)
+        for number, request in enumerate(requests):
+            length = request.given.shape[-1]
+            assert ask.seed is not None
+            plan = make_plan(ask.n, length, ask.seed, request.given, first_row=number * ask.n)
+            part = Part(request, None, number * ask.n, plan.given_nL.copy(), plan, request.policy, request.heavy)  # type: ignore[arg-type]
+            hooks: dict[str, Any] = {
+                "emit": lambda event, part=part: put(part, event),
+                "ended": lambda error, part=part: put(part, error),
+                "deadline": deadline,
+            }
+            try:
+                part.followed, part.job = _job(name, family, request, plan, batch, hooks)
+            except UserError as error:
+                raise bad(str(error)) from None
+            parts.append(part)
+        return parts
+
+
+def _job(
+    name: str, family: Family, request: Request, plan: Plan, batch: int, hooks: dict[str, Any]
+) -> tuple[Policy, Job]:
+    """The policy as followed, and the rows of a request as the scheduler takes them: with their events where those are
+    known before any network runs, else with the loop of their rule."""
+    policy, steps, law, rule, call_nL = request.policy, request.steps, request.law, request.rule, None
+    if rule is not None:
+        followed, times = resolve(policy, steps, rule)
+        if not rule.planned:
+            loop = _rule_loop(family, request, followed, times, plan, batch)
+            lane = LaneKey(name, plan.length, law)
+            return followed, Job(lane, tuple(request.models), plan, batch, rule=loop, **hooks)
+        plan, steps, call_nL = as_plan(rule, plan, times)
+        policy, law = followed, replace(law, top_k=1) if request.greedy else law
+    followed, _, events = follow(policy, steps, plan, call_nL=call_nL)
+    lookup = static_models(followed, family.names)
+    assert lookup is not None
+    model_E = lookup(events.step_E, events.t_E)
+    lane = LaneKey(name, plan.length, law)
+    return followed, Job(lane, family.names, plan, batch, events=events, model_E=model_E, **hooks)
+
+
+def _rule_loop(
+    family: Family, request: Request, followed: Policy, times: Grid, plan: Plan, batch: int
+) -> Callable[[Callable[[Event], None]], RuleRun]:
+    def make(emit: Callable[[Event], None]) -> RuleRun:
+        options = Options(family.mask_id, request.law, batch, request.heavy, family.device, emit)
+        assert request.rule is not None
+        return RuleRun(request.models, followed, plan, request.rule, times, options, request.greedy)
+
+    return make
+
+
+# ------------------------------------------------------------------------------------------------ events
+
+
+def start_event(name: str, family: Family, ask: Ask, parts: list[Part]) -> dict[str, Any]:
+    """What is known before the first call."""
+    first, given = parts[0], []
+    for part in parts:
+        given_L = part.job.plan.given_nL[0]
+        pieces = pieces_of(family, given_L)
+        texts = [None if token < 0 else piece for token, piece in zip(given_L.tolist(), pieces, strict=True)]
+        given += [texts] * ask.n
+    cost = None
+    if all(part.job.events is not None for part in parts):
+        total = total_cost([part.cost(family) for part in parts])
+        cost = {"calls": total.calls, "flops": total.flops, "saved": total.flops_saved}
+    steps = first.request.steps
+    return {
+        "id": f"relaylm-{secrets.token_hex(12)}",
+        "family": name,
+        "rows": len(given),
+        "length": first.job.plan.length,
+        "seed": ask.seed,
+        "schedule": policy_text(first.request.policy),
+        "law": first.request.law_text,
+        "steps": "inf" if steps is not None and math.isinf(steps) else steps,
+        "models": [model for model in describe_models(family) if model["name"] in first.request.names],
+        "given": given,
+        "planned": cost,
+    }
+
+
+def written_event(family: Family, part: Part, event: Event, ask: Ask) -> dict[str, Any]:
+    """One row's call. A position that a rule masked again has no text and no probability."""
+    mask, tokens_L = family.mask_id, part.tokens_nL[event.row]
+    tokens_L[event.positions] = event.tokens
+    tokens_L[tokens_L == mask] = -1
+    pieces = pieces_of(family, np.array(event.tokens))
+    scores: Sequence[float | None] = event.logprobs or [None] * len(pieces)
+    masked = [token == mask for token in event.tokens]
+    value: dict[str, Any] = {
+        "row": part.first + event.row,
+        "positions": event.positions,
+        "tokens": event.tokens,
+        "texts": [None if gone else piece for piece, gone in zip(pieces, masked, strict=True)],
+        "logprobs": [None if gone else score for score, gone in zip(scores, masked, strict=True)],
+        "model": event.model,
+        "step": event.step,
+        "t": event.t,
+    }
+    return {**value, "finished": completed(family, part, event.row, ask)} if ask.finished else value
+
+
+def completed(family: Family, part: Part, row: int, ask: Ask) -> str:
+    """The text of a completion as far as it is finished from the left: what follows the prompt up to the suffix; all of
+    the row with `echo` or `infill`."""
+    given_L, tokens_L = part.job.plan.given_nL[row], part.tokens_nL[row]
+    free = np.flatnonzero(given_L < 0)
+    start, end = free[0], free[-1] + 1
+    if ask.echo or ask.infill is not None:
+        start, end = 0, len(tokens_L) if ask.infill is not None else end
+    masked = np.flatnonzero(tokens_L[start:end] < 0)
+    return _decode(family, tokens_L[start : start + masked[0]] if len(masked) else tokens_L[start:end])
+
+
+def _decode(family: Family, tokens: np.ndarray) -> str:
+    return " ".join(map(str, tokens)) if family.tokenizer is None else family.tokenizer.decode(tokens)
+
+
+def done_event(family: Family, ask: Ask, parts: list[Part]) -> dict[str, Any]:
+    """The texts and what they cost."""
+    cost, jobs, request = total_cost([p.cost(family) for p in parts]), [p.job for p in parts], parts[0].request
+    given = [int((part.job.plan.given_nL[0] >= 0).sum()) for part in parts]
+    free = [ask.n * part.job.plan.length - ask.n * g for part, g in zip(parts, given, strict=True)]
+    usage = {"prompt_tokens": sum(given), "completion_tokens": sum(free), "total_tokens": sum(given) + sum(free)}
+    began, law, rule = min(job.began for job in jobs), request.law, request.rule
+    about = {
+        "schedule": policy_text(request.policy),
+        "law": request.law_text,
+        "calls": cost.calls,
+        "flops": cost.flops,
+        "saved": cost.flops_saved,
+        "seconds_queued": round(began - jobs[0].submitted, 6),
+        "seconds_computing": round(max(job.finished for job in jobs) - began, 6),
+        "batch_size": jobs[0].batch,
+        "seed": ask.seed,
+        "length": jobs[0].plan.length,
+        "changes_law": law.changes if rule is None else changes_of(rule, law, request.greedy),
+    }
+    texts = [_decode(family, tokens_L) for part in parts for tokens_L in part.tokens_nL]
+    event: dict[str, Any] = {"texts": texts, "usage": usage, "relaylm": about}
+    if ask.finished:
+        event["completions"] = [completed(family, part, row, ask) for part in parts for row in range(ask.n)]
+    return event

@@ -10,7 +10,7 @@ import json
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -323,6 +323,6 @@ def _expected_cost(family: Family, request: Request, policy: Schedule, length: i
     if not all(hasattr(family[name], "flops") for name in names):
         return {"calls": calls}
     prices = {name: flops_price(family[name], length) for name in names}
-    all_heavy = replace(policy, segments=tuple(replace(s, model=request.heavy) for s in policy.segments))
     flops = mean(policy, prices)
-    return {"calls": calls, "flops": flops, "saved": 1 - flops / mean(all_heavy, prices)}
+    reference = mean_price(prices, Schedule.parse(request.heavy), length, free_n)  # as `Cost.flops_saved` has it
+    return {"calls": calls, "flops": flops, "saved": 1 - flops / reference}

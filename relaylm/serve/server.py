@@ -2,26 +2,92 @@
 
 from __future__ import annotations
 
-import argparse
+import asyncio
+import contextlib
 import logging
-import os
+import socket
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from relaylm.errors import UserError, reason
 from relaylm.models.family import Family
 from relaylm.serve.app import JsonLines, Settings, create_app
-from relaylm.serve.host import Host
+from relaylm.serve.host import Host, Limits
+
+HEADER_SECONDS = 10.0  # for the first request of a connection to arrive
 
 
-def serve(sources: list[str], args: argparse.Namespace) -> None:
-    """Serve until interrupted."""
-    families = {}
+class Protocol(H11Protocol):
+    """uvicorn's, for clients that connect and say nothing: those are cut off after a while."""
+
+    def connection_made(self, transport: Any) -> None:
+        """Start the clock."""
+        super().connection_made(transport)
+        asyncio.get_running_loop().call_later(HEADER_SECONDS, self._expect)
+
+    def _expect(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.abort()
+
+
+def load_families(sources: list[str], device: str, dtype: str | None) -> dict[str, Family]:
+    """Families by the names that clients use: NAME=SOURCE, or the family's own."""
+    families: dict[str, Family] = {}
     for text in sources:
         name, _, source = text.rpartition("=")
-        family = Family.load(source, device=args.device, dtype=args.dtype)
-        families[name or family.name or source] = family
-    app = create_app(Host(families), Settings(args.api_key or os.environ.get("RELAYLM_API_KEY")))
+        family = Family.load(source, device=device, dtype=dtype)
+        if (name := name or family.name or source) in families:
+            raise UserError(f"two families are called {name}: name them, --family NAME=SOURCE")
+        families[name] = family
+    return families
+
+
+def application(host: Host, settings: Settings) -> Any:
+    """The application with a host that works as long as it is served."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[None]:
+        host.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(host.close)
+
+    return create_app(host, settings, lifespan)
+
+
+def run(app: Any, address: str, port: int, most: int, grace: float) -> None:
+    """Serve until SIGINT or SIGTERM; then finish what runs, for at most `grace` seconds."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    uvicorn.run(app, host=args.host, port=args.port, log_config=None, access_log=False)
+    try:
+        listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError as error:
+        raise UserError(f"cannot listen on {address}:{port}: {reason(error)}") from None
+    with listener:
+        host, port = listener.getsockname()[:2]
+        facts = {"address": f"http://{f'[{host}]' if ':' in host else host}:{port}"}
+        logging.getLogger("relaylm.serve").info("listening", extra={"facts": facts})
+        config = uvicorn.Config(
+            app,
+            http=Protocol,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ws="none",
+            limit_concurrency=most,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=int(grace) + 1,
+            h11_max_incomplete_event_size=1 << 15,  # bytes of headers
+        )
+        uvicorn.Server(config).run([listener])
+
+
+def serve(families: Mapping[str, Family], limits: Limits, settings: Settings, address: str, port: int) -> None:
+    """Serve families from this process."""
+    app = application(Host(families, limits), settings)
+    run(app, address, port, limits.max_rows + limits.max_queue + 64, limits.timeout)

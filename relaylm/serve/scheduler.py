@@ -1,0 +1,402 @@
+r"""Rows of many requests through one engine: which go into the next network call, and who has to wait.
+
+**Continuous batching.** Every row goes at its own pace through its own events (`relaylm.core.plan`). Between two calls
+rows join and leave; a call takes rows that want the same model in the same shape, whatever request they belong to.
+
+**The same text as alone.** A row's noise is keyed by its own request's seed and its number in the request. Its calls
+always have the shapes that `relaylm.sample` gives them at the same batch size, empty places being padded, so neither
+the other rows nor how many there are can change a bit.
+
+**Bounded unfairness.** The row that has waited longest leads the next call. Only a full call may go first, and only
+until that row has waited for `PATIENCE` calls. So with R rows in flight a row is passed over at most PATIENCE + R
+times between two of its calls. Rows wait for a place in order of their tags: the i-th row of a request counts as if it
+had arrived i rows later, so a request of one row does not wait for all of a large one, and a request that arrives after
+a row's turn cannot overtake it.
+
+**Decoding rules** that look at the network choose what to write after each call, in a loop of their own
+(`relaylm.sampling.confidence`). Such a request is one unit here: its calls take turns with those of others.
+
+A scheduler runs in one thread (`step`); `submit` and `cancel` may be called from any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from relaylm.core.cost import Cost
+from relaylm.core.plan import Events, Plan
+from relaylm.errors import UserError
+from relaylm.sampling.engine import Engine, settings
+from relaylm.sampling.law import Law
+from relaylm.sampling.queue import call_shapes, pack
+from relaylm.sampling.result import Event
+from relaylm.serve.request import Refused
+
+log = logging.getLogger("relaylm.serve")
+PATIENCE = 4  # calls that full ones may take before the row that has waited longest
+LANES = 16  # engines kept for rows to come; more only while they have rows
+
+
+class LaneKey(NamedTuple):
+    """Rows with the same of these share an engine, and so may share calls."""
+
+    family: str
+    length: int
+    law: Law
+
+
+@dataclass(eq=False)
+class Job:
+    """Rows of one plan on their way. `emit` receives what is written, `ended` the end: None, or what went wrong. Both
+    are called by the scheduler's thread."""
+
+    lane: LaneKey
+    names: tuple[str, ...]  # of the engine's models
+    plan: Plan
+    batch: int  # rows in a call
+    emit: Callable[[Event], None]
+    ended: Callable[[Refused | None], None]
+    events: Events | None = None  # None for a rule that chooses on the way
+    model_E: np.ndarray | None = None
+    rule: Callable[[Callable[[Event], None]], Any] | None = None  # makes the loop of such a rule
+    deadline: float = math.inf
+    cost: Cost | None = None  # of a rule's calls, at the end
+    cancelled: bool = False
+    over: bool = False
+    left: int = 0  # rows that are not written
+    submitted: float = 0.0
+    began: float = math.inf  # when its first call began
+    finished: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.left = self.plan.n if self.events is not None else 1
+        if self.events is not None:
+            self.shapes, self.shape_E = call_shapes(self.events, self.plan.length, self.batch)
+
+
+@dataclass(eq=False)
+class _Lane:
+    engine: Engine
+    free: list[int]  # places
+    rows: int = 0
+    used: int = 0  # the number of its last call
+
+
+@dataclass(eq=False)
+class _Row:
+    """One row in flight or waiting; a rule's whole request is one, too."""
+
+    job: Job
+    number: int
+    weight: int = 1
+    lane: _Lane | None = None
+    place: int = -1
+    next: int = 0
+    end: int = 0
+    since: int = 0  # the call before its wait began
+    joined: float = 0.0
+    run: Any = None
+    wrote: list[Event] = field(default_factory=list)  # by a rule's last call
+    kind: tuple[Any, ...] = ()
+
+    def settle(self) -> None:
+        """Note which call the row wants next."""
+        job = self.job
+        if job.events is None:
+            self.kind = (id(self),)
+        else:
+            assert job.model_E is not None
+            self.kind = (job.lane, int(job.model_E[self.next]), job.shapes[job.shape_E[self.next]])
+
+
+@dataclass
+class Made:
+    """A call that was made, for the metrics."""
+
+    lane: LaneKey
+    model: str
+    shape: str  # rows x length : places for the head
+    rows: int
+    padded: int
+    tokens: int
+    seconds: float
+
+
+@dataclass
+class Scheduler:
+    """See the head of the module. `engine_for` makes the engine of a lane, with `max_rows` places."""
+
+    engine_for: Callable[[LaneKey, int], Engine]
+    max_rows: int = 64
+    max_queue: int = 256
+    clock: Callable[[], float] = time.monotonic
+    on_call: Callable[[Made], None] = lambda made: None
+    lanes: dict[LaneKey, _Lane] = field(default_factory=dict)
+    active: list[_Row] = field(default_factory=list)
+    waiting: list[tuple[int, int, _Row]] = field(default_factory=list)  # a heap by tag
+    calls: int = 0
+    admitted: int = 0
+    closing: bool = False
+    stay: float = 1.0  # seconds that a row is in flight, on average
+
+    def __post_init__(self) -> None:
+        self.changed = threading.Condition()
+        self._order = count()
+
+    # -------------------------------------------------------------------------------- from any thread
+
+    @property
+    def rows_waiting(self) -> int:
+        """Rows without a place."""
+        return sum(row.job.plan.n if row.job.events is None else 1 for _, _, row in self.waiting)
+
+    @property
+    def rows_in_flight(self) -> int:
+        """Rows with a place; of a rule's request those that a call takes."""
+        return sum(row.weight for row in self.active)
+
+    def submit(self, jobs: list[Job]) -> None:
+        """Queue all rows of the jobs, or refuse them."""
+        rows = sum(job.plan.n for job in jobs)
+        with self.changed:
+            if self.closing:
+                raise Refused(503, "the server is shutting down", "shutting_down", retry_after=10)
+            waiting = self.rows_waiting
+            room = self.max_rows - self.rows_in_flight if not waiting else 0
+            if waiting + rows > self.max_queue + room:
+                after = self.stay * (waiting + self.rows_in_flight) / self.max_rows
+                raise Refused(429, f"{waiting} rows are waiting already: try again later", "busy", retry_after=after)
+            tag = self.admitted
+            for job in jobs:
+                job.submitted = self.clock()
+                for number in range(job.left):
+                    weight = 1 if job.events is not None else min(job.plan.n, job.batch, self.max_rows)
+                    heapq.heappush(self.waiting, (tag, next(self._order), _Row(job, number, weight)))
+                    tag += 1
+            self.changed.notify()
+
+    def cancel(self, jobs: list[Job]) -> None:
+        """Take the rows of these jobs out before the next call."""
+        with self.changed:
+            for job in jobs:
+                job.cancelled = True
+            self.changed.notify()
+
+    def close(self) -> None:
+        """Refuse what comes from now on; `work` returns once everything is written."""
+        with self.changed:
+            self.closing = True
+            self.changed.notify()
+
+    # -------------------------------------------------------------------------------- in one thread
+
+    def work(self) -> None:
+        """Make calls as long as there is something to do; wait for more until closed."""
+        while True:
+            with self.changed:
+                while not self.active and not self.waiting:
+                    if self.closing:
+                        return
+                    self.changed.wait()
+            self.step()
+
+    def step(self) -> bool:
+        """Let rows leave and join, then make one call; False if there was nothing to do."""
+        self._leave()
+        self._join()
+        if not self.active:
+            return False
+        self.calls += 1
+        rows = self._choose()
+        try:
+            if rows[0].job.events is None:
+                self._run_rule(rows[0])
+            else:
+                self._run(rows)
+        except Exception as error:
+            self._fail(rows, error)
+        return True
+
+    def _fail(self, rows: list[_Row], error: Exception) -> None:
+        """A call that fails ends its own requests and nothing else."""
+        bad_input = isinstance(error, UserError)
+        if not bad_input:
+            log.error("a call failed", exc_info=error)
+        message = str(error) if bad_input else f"a network call failed ({type(error).__name__})"
+        for job in {row.job for row in rows}:
+            self._end(job, Refused(400 if bad_input else 503, message, "call_failed"))
+        if rows[0].lane is not None:
+            rows[0].lane.engine.release()
+
+    def _leave(self) -> None:
+        now = self.clock()
+        with self.changed:
+            jobs = {row.job for row in self.active} | {row.job for _, _, row in self.waiting}
+        for job in jobs:
+            if job.cancelled:
+                self._end(job, Refused(499, "the client has disconnected", "cancelled"))
+            elif now > job.deadline:
+                self._end(job, Refused(504, "the request took longer than the server allows", "timeout"))
+
+    def _join(self) -> None:
+        joined = []
+        with self.changed:
+            while self.waiting and self.rows_in_flight + self.waiting[0][2].weight <= self.max_rows:
+                row = heapq.heappop(self.waiting)[2]
+                row.since, row.joined = self.calls, self.clock()
+                self.active.append(row)
+                joined.append(row)
+                self.admitted += row.weight
+        for row in joined:
+            try:
+                if not row.job.over:
+                    self._seat(row)
+            except Exception as error:
+                self._fail([row], error)
+
+    def _seat(self, row: _Row) -> None:
+        """Give a row its place in the engine of its lane."""
+        job = row.job
+        if job.events is not None:
+            if job.lane not in self.lanes:
+                self._forget()
+                engine = self.engine_for(job.lane, self.max_rows)
+                self.lanes[job.lane] = _Lane(engine, list(range(self.max_rows)))
+            row.lane = self.lanes[job.lane]
+            row.place = row.lane.free.pop()
+            row.lane.rows += 1
+            with settings(row.lane.engine.device):
+                row.lane.engine.seat(row.place, job.plan, row.number)
+            row.next, row.end = job.events.row_ptr_n1[row.number : row.number + 2].tolist()
+        row.settle()
+
+    def _forget(self) -> None:
+        """Drop the engines that were not used for longest."""
+        idle = sorted((key for key, lane in self.lanes.items() if not lane.rows), key=lambda key: self.lanes[key].used)
+        for key in idle[: max(0, len(self.lanes) + 1 - LANES)]:
+            self.lanes.pop(key).engine.release()
+
+    def _choose(self) -> list[_Row]:
+        """The rows of the next call, longest wait first."""
+        groups: dict[tuple[Any, ...], list[_Row]] = {}
+        for row in sorted(self.active, key=lambda row: row.since):  # stable: those that came first
+            groups.setdefault(row.kind, []).append(row)
+        first = next(iter(groups.values()))
+        full = next((group for group in groups.values() if len(group) >= group[0].job.batch), None)
+        if full is not None and self.calls - first[0].since <= PATIENCE:
+            first = full
+        return first[: first[0].job.batch]
+
+    def _run(self, rows: list[_Row]) -> None:
+        """One call of rows that want the same."""
+        lane, (_, model, shape) = rows[0].lane, rows[0].kind
+        assert lane is not None
+        counts, parts, times, total = [], [], [], 0
+        for row in rows:
+            events = row.job.events
+            assert events is not None
+            due, start = int(events.count_E[row.next]), int(events.start_E[row.next])
+            if (total := total + due) > shape.kept:  # the head's places are taken; the first row always fits
+                break
+            counts.append(due)
+            parts.append(events.positions_F[start : start + due])
+            times.append(float(events.t_E[row.next]))
+        rows = rows[: len(counts)]
+        places_R, events_R = (np.array([getattr(row, name) for row in rows]) for name in ("place", "next"))
+        call = pack(model, shape, places_R, events_R, np.array(counts), np.concatenate(parts), np.array(times))
+        began = self._begin(rows)
+        with settings(lane.engine.device):
+            token_N, logprob_N, _ = lane.engine.run(call)
+            tokens, logprobs = token_N[: sum(counts)].tolist(), logprob_N[: sum(counts)].tolist()
+        lane.used = self.calls
+        end = 0
+        for row, positions, t in zip(rows, parts, times, strict=True):
+            job, mine = row.job, slice(end, end + len(positions))
+            end += len(positions)
+            assert job.events is not None
+            if not all(map(math.isfinite, logprobs[mine])):
+                self._end(job, Refused(503, "a model gave logits that are not finite", "model_failed"))
+                continue
+            step, model_name = int(job.events.step_E[row.next]), job.names[model]
+            self._emit(job, Event(row.number, step, t, model_name, positions.tolist(), tokens[mine], logprobs[mine]))
+            row.next, row.since = row.next + 1, self.calls
+            if row.next == row.end:
+                self._finish(row)
+            else:
+                row.settle()
+        shape_text = f"{shape.rows}x{rows[0].job.plan.length}:{shape.kept}"
+        padded, seconds = shape.rows - len(rows), self.clock() - began
+        self.on_call(Made(rows[0].job.lane, job.names[model], shape_text, len(rows), padded, sum(counts), seconds))
+
+    def _run_rule(self, row: _Row) -> None:
+        """One call of a request under a rule."""
+        job, began = row.job, self._begin([row])
+        assert job.rule is not None
+        if row.run is None:
+            row.run = job.rule(row.wrote.append)
+        with settings(row.run.device):
+            more = row.run.step()
+        row.since = self.calls
+        if row.wrote:
+            rows, tokens = len(row.wrote), sum(len(event.tokens) for event in row.wrote)
+            for event in row.wrote:
+                self._emit(job, event)
+            shape = f"{job.batch}x{job.plan.length}:rule"
+            seconds = self.clock() - began
+            self.on_call(Made(job.lane, row.wrote[0].model, shape, rows, job.batch - rows, tokens, seconds))
+            row.wrote.clear()
+        if not more:
+            job.cost = row.run.samples(time.perf_counter()).cost
+            self._finish(row)
+
+    def _begin(self, rows: list[_Row]) -> float:
+        now = self.clock()
+        for row in rows:
+            row.job.began = min(row.job.began, now)
+        return now
+
+    def _emit(self, job: Job, event: Event) -> None:
+        try:
+            job.emit(event)
+        except RuntimeError:  # the event loop that waited for it is closed
+            job.cancelled = True
+
+    def _finish(self, row: _Row) -> None:
+        """A row is written; with the last one its job is done."""
+        self._remove([row])
+        self.stay += 0.1 * (self.clock() - row.joined - self.stay)
+        row.job.left -= 1
+        if row.job.left == 0:
+            self._end(row.job, None)
+
+    def _end(self, job: Job, error: Refused | None) -> None:
+        """Take out what is left of a job, and say how it ended."""
+        if job.over:
+            return
+        self._remove([row for row in self.active if row.job is job])
+        with self.changed:
+            if any(row.job is job for _, _, row in self.waiting):
+                self.waiting = [entry for entry in self.waiting if entry[2].job is not job]
+                heapq.heapify(self.waiting)
+        job.over, job.finished = True, self.clock()
+        with contextlib.suppress(RuntimeError):
+            job.ended(error)
+
+    def _remove(self, rows: list[_Row]) -> None:
+        for row in rows:
+            self.active.remove(row)
+            if row.lane is not None:
+                row.lane.free.append(row.place)
+                row.lane.rows -= 1
+                row.lane = None
