@@ -291,20 +291,30 @@ class Guard:
         began, status = time.perf_counter(), 0
         about: dict[str, Any] = {}
         scope.setdefault("state", {})["about"] = about
+        names = {name for name, _ in scope["headers"]}
+        unread = bool(names & {b"content-length", b"transfer-encoding"})
+
+        async def received() -> Message:
+            nonlocal unread
+            message = await receive()
+            unread = unread and bool(message.get("more_body"))
+            return message
 
         async def sent(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], *HEADERS.items()]
+                # After an answer to half a request the rest would be read for ever.
+                closing = [(b"connection", b"close")] if unread else []
+                message["headers"] = [*message["headers"], *HEADERS.items(), *closing]
             await send(message)
 
         try:
             if self._allowed(scope):
-                await self.app(scope, receive, sent)
+                await self.app(scope, received, sent)
             else:
                 refusal = Refused(401, "the API key is missing or wrong", "invalid_api_key")
-                await JSONResponse(refusal.body, 401, {"www-authenticate": "Bearer"})(scope, receive, sent)
+                await JSONResponse(refusal.body, 401, {"www-authenticate": "Bearer"})(scope, received, sent)
         finally:
             seconds = round(time.perf_counter() - began, 4)
             facts = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": seconds, **about}

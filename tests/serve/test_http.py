@@ -1,0 +1,278 @@
+"""The server as clients see it: a real one, in a thread, on a port of its own."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+import relaylm
+from relaylm.models.family import Family
+from relaylm.serve.app import Settings
+from relaylm.serve.host import Host, Limits
+from relaylm.serve.server import Protocol, application
+
+
+class Running:
+    """A server in a thread."""
+
+    def __init__(self, family: Family, settings: Settings | None = None, **limits: Any) -> None:
+        self.host = Host({"tiny": family}, Limits(**limits))
+        app = application(self.host, settings or Settings())
+        config = uvicorn.Config(
+            app, port=0, http=Protocol, log_config=None, ws="none", h11_max_incomplete_event_size=1 << 15
+        )
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run)
+        self.thread.start()
+        while not self.server.started:
+            assert self.thread.is_alive()
+            time.sleep(0.01)
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=60)
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.should_exit = True
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+
+    def idle(self) -> bool:
+        return not self.host.scheduler.active and not self.host.scheduler.waiting
+
+    def settled(self) -> bool:
+        """Whether all rows are gone, now or very soon."""
+        end = time.monotonic() + 20
+        while not self.idle() and time.monotonic() < end:
+            time.sleep(0.01)
+        return self.idle()
+
+
+@pytest.fixture(scope="module")
+def running(family: Family) -> Iterator[Running]:
+    one = Running(family)
+    yield one
+    one.close()
+
+
+def events_of(text: str) -> list[tuple[str, dict[str, Any]]]:
+    found = []
+    for block in text.strip().split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith(":"))
+        if lines:
+            found.append((lines.get("event", ""), json.loads(lines["data"])))
+    return found
+
+
+ASK = {"prompt": "the history of ", "length": 32, "steps": 8, "seed": 3, "schedule": "sandwich:50%", "n": 2}
+
+
+def sampled(family: Family, batch_size: int, **options: Any) -> list[str]:
+    fields = {**ASK, **options}
+    schedule, n = fields.pop("schedule"), fields.pop("n")
+    return relaylm.sample(family, schedule, n, batch_size=batch_size, **fields).texts
+
+
+def test_denoise_streams_what_sample_writes(running: Running, family: Family) -> None:
+    answer = running.client.post("/v1/denoise", json=ASK)
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+    events = events_of(answer.text)
+    assert [name for name, _ in events[:1] + events[-1:]] == ["start", "done"]
+    start, done = events[0][1], events[-1][1]
+    texts = sampled(family, done["relaylm"]["batch_size"])
+    assert done["texts"] == texts
+    rows = [list(row) for row in start["given"]]
+    for name, event in events[1:-1]:
+        assert name == "written" and set(event) == {
+            *("row", "positions", "tokens", "texts", "logprobs", "model", "step", "t")
+        }
+        for position, text in zip(event["positions"], event["texts"], strict=True):
+            assert rows[event["row"]][position] is None  # written once, and never what was given
+            rows[event["row"]][position] = text
+    assert ["".join(row) for row in rows] == texts
+    made: dict[str, int] = {}
+    for _, event in events[1:-1]:
+        made[event["model"]] = made.get(event["model"], 0) + 1
+    assert made == done["relaylm"]["calls"] == start["planned"]["calls"]
+    assert start["planned"]["flops"] == done["relaylm"]["flops"]
+    whole = running.client.post("/v1/denoise", json={**ASK, "stream": False}).json()
+    assert whole["texts"] == texts and whole["seed"] == 3
+
+
+def test_a_seed_is_drawn_and_named(running: Running) -> None:
+    ask = {"length": 16, "steps": 4, "stream": False}
+    first, second = (running.client.post("/v1/denoise", json=ask).json() for _ in range(2))
+    assert first["seed"] != second["seed"]
+    again = running.client.post("/v1/denoise", json={**ask, "seed": first["seed"]}).json()
+    assert again["texts"] == first["texts"]
+
+
+def test_completions_cut_and_echo(running: Running, family: Family) -> None:
+    ask = {"prompt": ["the ", "history of "], "max_tokens": 12, "n": 2, "seed": 5, "steps": 6, "logprobs": 0}
+    answer = running.client.post("/v1/completions", json=ask).json()
+    batch = answer["relaylm"]["batch_size"]
+    texts = [
+        text
+        for number, prompt in enumerate(ask["prompt"])  # type: ignore[arg-type]
+        for text in relaylm.sample(
+            family, n=2, prompt=prompt, max_new_tokens=12, seed=5, steps=6, first_row=2 * number, batch_size=batch
+        ).texts
+    ]
+    written = [
+        text.removeprefix(prompt) for text, prompt in zip(texts, ["the "] * 2 + ["history of "] * 2, strict=True)
+    ]
+    assert [choice["text"] for choice in answer["choices"]] == written
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 4
+    assert answer["usage"] == {"prompt_tokens": 15, "completion_tokens": 48, "total_tokens": 63}
+    for choice in answer["choices"]:
+        scores = choice["logprobs"]
+        assert "".join(scores["tokens"]) == choice["text"] and len(scores["token_logprobs"]) == 12
+        assert all(value <= 0 for value in scores["token_logprobs"]) and scores["text_offset"] == list(range(12))
+    echo = running.client.post("/v1/completions", json={**ask, "echo": True}).json()
+    assert [choice["text"] for choice in echo["choices"]] == texts
+    assert echo["choices"][0]["logprobs"]["token_logprobs"][:4] == [None] * 4
+    stop = written[0][4:6]
+    cut = running.client.post("/v1/completions", json={**ask, "stop": [stop]}).json()
+    assert cut["choices"][0]["text"] == written[0].split(stop)[0] and cut["choices"][0]["finish_reason"] == "stop"
+
+
+def test_streamed_completions_add_up(running: Running) -> None:
+    ask = {"prompt": "the ", "max_tokens": 20, "n": 3, "seed": 5, "steps": 10, "schedule": "sandwich:50%"}
+    whole = running.client.post("/v1/completions", json=ask).json()
+    for stop in (None, whole["choices"][1]["text"][7:10]):
+        fields = {**ask, "stop": stop}
+        whole = running.client.post("/v1/completions", json=fields).json()
+        blocks = running.client.post("/v1/completions", json={**fields, "stream": True}).text.strip().split("\n\n")
+        assert blocks.pop() == "data: [DONE]"
+        texts, reasons = [""] * 3, [None] * 3
+        for block in blocks:
+            for choice in json.loads(block.removeprefix("data: "))["choices"]:
+                assert reasons[choice["index"]] is None
+                texts[choice["index"]] += choice["text"]
+                reasons[choice["index"]] = choice["finish_reason"]
+        assert texts == [choice["text"] for choice in whole["choices"]]
+        assert reasons == [choice["finish_reason"] for choice in whole["choices"]]
+
+
+def test_the_openai_client_works(running: Running, family: Family) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    ask = {
+        "model": "tiny",
+        "prompt": "the ",
+        "max_tokens": 12,
+        "seed": 1,
+        "extra_body": {"schedule": "L50% H50%", "spacing": 3},
+    }
+    whole = client.completions.create(**ask)
+    text = relaylm.sample(
+        family, "L50% H50%", prompt="the ", max_new_tokens=12, seed=1, spacing=3, batch_size=whole.relaylm["batch_size"]
+    ).texts[0]
+    assert "the " + whole.choices[0].text == text and whole.usage.completion_tokens == 12
+    chunks = list(client.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
+    assert chunks[-1].usage.completion_tokens == 12
+    with pytest.raises(openai.BadRequestError, match="best_of"):
+        client.completions.create(**ask, best_of=3)
+
+
+def test_models_and_schedules_are_described(running: Running, family: Family) -> None:
+    entry = running.client.get("/v1/models").json()["data"][0]
+    assert entry == running.client.get("/v1/models/tiny").json()
+    about = entry["relaylm"]
+    assert [about["light"], about["heavy"], about["length"]] == ["1b", "3b", 32]
+    assert [model["blocks"] for model in about["models"]] == [1, 3]
+    ask = {"schedule": "L25% H75%", "steps": 8}
+    found = running.client.get("/v1/schedule", params=ask).json()
+    assert found["schedule"] == "1b:25% 3b:75%" and found["law"] == "uniform:8"
+    assert found["segments"] == [{"model": "1b", "share": 0.25}, {"model": "3b", "share": 0.75}]
+    cost = relaylm.sample(family, **ask, n=400).cost
+    assert found["calls"]["3b"] == pytest.approx(cost.calls["3b"] / 400, rel=0.05)
+    assert found["saved"] == pytest.approx(cost.flops_saved, rel=0.05)
+    spaced = running.client.get("/v1/schedule", params={"schedule": "sandwich:50%", "spacing": "4"}).json()
+    assert spaced["law"] == "spaced:4" and sum(part["share"] for part in spaced["segments"]) == pytest.approx(1)
+    wrong = running.client.get("/v1/schedule", params={"schedule": "L25% H70%"})
+    assert wrong.status_code == 400 and "100%" in wrong.json()["error"]["message"]
+
+
+def test_health_metrics_and_headers(running: Running) -> None:
+    before = running.client.get("/metrics").text
+    running.client.post("/v1/denoise", json={**ASK, "stream": False})
+    health = running.client.get("/health").json()
+    assert health["status"] == "ok"
+
+    def value(text: str, name: str) -> float:
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
+
+    after = running.client.get("/metrics").text
+    assert value(after, "relaylm_tokens_total") - value(before, "relaylm_tokens_total") == 2 * 17
+    assert value(after, "relaylm_requests_total") - value(before, "relaylm_requests_total") == 1
+    page = running.client.get("/")
+    assert page.status_code == 200 and "default-src 'none'" in page.headers["content-security-policy"]
+
+
+def test_the_key_is_needed_where_there_is_one(family: Family) -> None:
+    one = Running(family, Settings(api_key="sésame"))
+    try:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": b"Bearer \xff\xfe"}):
+            answer = one.client.post("/v1/denoise", json=ASK, headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+            assert one.client.get("/metrics", headers=headers).status_code == 401
+        assert one.client.get("/health").status_code == 200
+        good = {"authorization": "Bearer sésame".encode()}
+        assert one.client.post("/v1/denoise", json=ASK, headers=good).status_code == 200
+    finally:
+        one.close()
+
+
+def test_too_much_is_refused_with_a_time_to_try_again(family: Family) -> None:
+    one = Running(family, max_rows=1, max_queue=2)
+    try:
+        large = {"length": 32, "steps": "inf", "n": 2, "schedule": "heavy"}
+        answers = []
+
+        def post() -> None:
+            answers.append(one.client.post("/v1/denoise", json={**large, "stream": False}))
+
+        threads = [threading.Thread(target=post) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert {answer.status_code for answer in answers} == {200, 429}
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers if answer.status_code == 429)
+        never = one.client.post("/v1/denoise", json={**large, "n": 3})
+        assert never.status_code == 400 and never.json()["error"]["param"] == "n"
+        assert one.settled()
+    finally:
+        one.close()
+
+
+def test_a_client_that_leaves_takes_its_rows_along(running: Running) -> None:
+    long = {"length": 32, "steps": "inf", "n": 64}
+    with running.client.stream("POST", "/v1/denoise", json=long) as answer:
+        lines = answer.iter_lines()
+        while "written" not in next(lines):
+            pass
+    with pytest.raises(httpx.ReadTimeout):
+        running.client.post("/v1/denoise", json={**long, "stream": False}, timeout=0.3)
+    assert running.settled()
+
+
+def test_shutdown_finishes_what_runs(family: Family) -> None:
+    one = Running(family)
+    with one.client.stream("POST", "/v1/denoise", json={**ASK, "steps": 32, "n": 16}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        one.server.should_exit = True
+        rest = "\n".join(lines)
+    assert "event: done" in rest
+    one.close()
