@@ -58,7 +58,8 @@ class Part:
         if job.events is None or job.model_E is None:
             assert job.cost is not None
             return job.cost
-        cost = cost_of_calls(family.models, job.model_E, job.events.count_E, self.plan, self.heavy, self.followed)
+        models, events, length = family.models, job.events, self.plan.length
+        cost = cost_of_calls(models, job.model_E, events.count_E, length, self.heavy, self.followed, self.plan)
         cost.calls = {name: calls for name, calls in cost.calls.items() if name in self.request.names}
         return cost
 
