@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from itertools import combinations, groupby, pairwise
+from itertools import accumulate, combinations, groupby, pairwise
 from numbers import Integral
 from typing import Any
 
@@ -28,15 +28,14 @@ from relaylm.core import notation
 from relaylm.core.notation import HEAVY, LIGHT, MAX_DENOMINATOR, RESERVED, parse_share, share_text, shown
 from relaylm.errors import UserError
 
-MAX_STEPS = 10_000_000
-MAX_DISTANCE = 1_000_000
+MAX_STEPS, MAX_DISTANCE = 10_000_000, 1_000_000
 SPACING_FORMS = ("sets", "prefix")
 
 
-def _check_steps(steps: object, what: str) -> int:
-    if isinstance(steps, bool) or not isinstance(steps, Integral) or not 1 <= int(steps) <= MAX_STEPS:
-        raise UserError(f"{what} must be a whole number from 1 to {MAX_STEPS}, not {shown(steps)}")
-    return int(steps)
+def _whole(value: object, what: str, most: int = MAX_STEPS) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= most:
+        raise UserError(f"{what} must be a whole number from 1 to {most}, not {shown(value)}")
+    return int(value)
 
 
 def _check_share(share: object, what: str) -> None:
@@ -64,7 +63,7 @@ class Segment:
                 f"starting with a letter or digit, and none of {', '.join(RESERVED)}"
             )
         if not isinstance(self.steps, Fraction):
-            object.__setattr__(self, "steps", _check_steps(self.steps, f"the steps of {self.model}"))
+            object.__setattr__(self, "steps", _whole(self.steps, f"the steps of {self.model}"))
         else:
             _check_share(self.steps, f"the share of steps of {self.model}")
         if self.time is not None:
@@ -94,12 +93,9 @@ class Spacing:
     """`sets`: the fewest calls. `prefix`: positions are written in the plan's own order."""
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.distance, Integral) and not isinstance(self.distance, bool)
-        if not whole or not 1 <= int(self.distance) <= MAX_DISTANCE:
-            raise UserError(f"a spacing must be a whole number from 1 to {MAX_DISTANCE}, not {shown(self.distance)}")
+        object.__setattr__(self, "distance", _whole(self.distance, "a spacing", MAX_DISTANCE))
         if self.form not in SPACING_FORMS:
             raise UserError(f"the form of a spacing must be {' or '.join(SPACING_FORMS)}, not {shown(self.form)}")
-        object.__setattr__(self, "distance", int(self.distance))
 
     @classmethod
     def parse(cls, text: str | int | Spacing) -> Spacing:
@@ -158,8 +154,7 @@ class Timetable:
         if not self.models or len(self.times) != len(self.models) + 1:
             sizes = f"{len(self.models)} and {len(self.times)}"
             raise UserError(f"a timetable of T steps has T >= 1 models and T + 1 times, not {sizes}")
-        falls = all(a > b for a, b in pairwise(self.times))
-        if self.times[0] != 1.0 or self.times[-1] != 0.0 or not falls:
+        if self.times[0] != 1.0 or self.times[-1] != 0.0 or not all(a > b for a, b in pairwise(self.times)):
             raise UserError("the times of a timetable must fall strictly from 1.0 to 0.0 in double precision")
 
     @property
@@ -201,10 +196,8 @@ class Schedule:
         if not segments or not all(isinstance(segment, Segment) for segment in segments):
             raise UserError("a schedule needs at least one segment, and each must be a Segment")
         if not isinstance(self.placement, str) or not notation.placement_re.fullmatch(self.placement):
-            raise UserError(
-                f"the placement must be ordered, cells, interleaved or random:SEED (a whole number below 10^18), "
-                f"not {shown(self.placement)}"
-            )
+            known = "ordered, cells, interleaved or random:SEED (a whole number below 10^18)"
+            raise UserError(f"the placement must be {known}, not {shown(self.placement)}")
         timed = [segment.time for segment in segments if segment.time is not None]
         self._check_spacing(bool(timed))
         if timed and self.placement != "ordered":
@@ -234,10 +227,8 @@ class Schedule:
         if self.placement not in ("ordered", "cells"):
             raise UserError(f"{self.placement} places single steps, and a spacing has none: use ordered segments")
         if timed or self.steps is not None:
-            raise UserError(
-                f"{self.spacing} decides how many calls there are: write segments in shares (L25% H75%), "
-                "not in counts and without @"
-            )
+            how = "write segments in shares (L25% H75%), not in counts and without @"
+            raise UserError(f"{self.spacing} decides how many calls there are: {how}")
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -257,20 +248,19 @@ class Schedule:
         return cls.parse(bits)
 
     def __str__(self) -> str:
-        text = notation.write([segment.part for segment in self.segments], self.placement)
-        return text if self.spacing is None else f"{text} {self.spacing}"
+        spacing = "" if self.spacing is None else f" {self.spacing}"
+        return notation.write([segment.part for segment in self.segments], self.placement) + spacing
 
     @property
     def steps(self) -> int | None:
         """The number of steps if the schedule is in counts; None if it is in shares, which fit any T."""
-        counts = [segment.steps for segment in self.segments if isinstance(segment.steps, int)]
-        return sum(counts) if counts else None
+        return sum(s.steps for s in self.segments if isinstance(s.steps, int)) or None
 
     @property
     def takes_spacing(self) -> bool:
         """Whether a spacing could be added: there is none, and segments are shares that follow each other."""
-        timed = self.segments[0].time is not None
-        return self.spacing is None and self.steps is None and not timed and self.placement in ("ordered", "cells")
+        plain = self.segments[0].time is None and self.placement in ("ordered", "cells")
+        return plain and self.spacing is None and self.steps is None
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -280,8 +270,7 @@ class Schedule:
     def bind(self, light: str, heavy: str) -> Schedule:
         """The same schedule with the roles L and H replaced by models' names."""
         names = {LIGHT: light, HEAVY: heavy}
-        bound = (replace(segment, model=names.get(segment.model, segment.model)) for segment in self.segments)
-        return replace(self, segments=tuple(bound))
+        return replace(self, segments=tuple(replace(s, model=names.get(s.model, s.model)) for s in self.segments))
 
     def mirrored(self) -> Schedule:
         """The schedule from the other end, in shares. Rounding to T steps may differ by one, as ties are not mirrored;
@@ -296,7 +285,7 @@ class Schedule:
         Each segment gets T times its share, rounded by the largest remainder, ties to the masked end: never off by a
         whole step. Segments without a step are dropped. Cells become an ordered schedule: cell j of S ends after
         round(T j / S) steps, halves up, and equal neighbours are merged."""
-        T = _check_steps(T, "T")
+        T = _whole(T, "T")
         self._refuse_steps()
         if self.placement == "cells":
             ends = [_round(T * j, len(self.segments)) for j in range(len(self.segments) + 1)]
@@ -319,11 +308,10 @@ class Schedule:
         own = self.steps
         if T is None and own is None:
             raise UserError(f"{shown(str(self))} is written in shares and fits any T: say how many steps to take")
-        T = _check_steps(own if T is None else T, "T")
+        T = _whole(own if T is None else T, "T")
         if own is not None and own != T:
-            raise UserError(
-                f"the schedule has {own} steps ({self}), but T is {T}; write it in percent or change --steps"
-            )
+            hint = "write it in percent or change --steps"
+            raise UserError(f"the schedule has {own} steps ({self}), but T is {T}; {hint}")
         return _timetable(self, T)
 
     def _refuse_steps(self) -> None:
@@ -348,12 +336,7 @@ class Schedule:
         if self.placement not in ("ordered", "cells"):
             raise UserError(f"{self} needs a finite number of steps: {self.placement} places single steps, not times")
         spans = [Fraction(segment.steps if segment.time is None else segment.time) for segment in self.segments]
-        total = rest = sum(spans, Fraction(0))
-        ends = []
-        for span in spans:
-            rest -= span
-            ends.append(float(rest / total))
-        return tuple(ends)
+        return tuple(float(1 - done / sum(spans)) for done in accumulate(spans))
 
     def to_json(self) -> dict[str, Any]:
         """`{"placement": "ordered", "segments": [{"model": "L", "steps": 8, "time": "25%"}, ...]}`; shares are text."""
@@ -370,9 +353,7 @@ class Schedule:
         """What `to_json` gave."""
         entries = data.get("segments") if isinstance(data, Mapping) else None
         if not isinstance(entries, list) or not set(data) <= {"placement", "segments", "spacing"}:
-            raise UserError(
-                "a schedule in JSON is an object with a list 'segments' and, where it has them, 'placement', 'spacing'"
-            )
+            raise UserError("a schedule in JSON is an object with a list 'segments' and perhaps 'placement', 'spacing'")
         segments = []
         for entry in entries:
             if not isinstance(entry, Mapping) or not {"model", "steps"} <= set(entry) <= {"model", "steps", "time"}:
@@ -380,8 +361,7 @@ class Schedule:
             steps, time = entry["steps"], entry.get("time")
             steps = parse_share(steps) if isinstance(steps, str) else steps
             segments.append(Segment(entry["model"], steps, None if time is None else parse_share(time)))
-        spacing = data.get("spacing")
-        spacing = None if spacing is None else Spacing.parse(spacing)
+        spacing = None if data.get("spacing") is None else Spacing.parse(data["spacing"])
         return cls(tuple(segments), data.get("placement", "ordered"), spacing)
 
     @property
@@ -401,9 +381,7 @@ class SwitchByMaskFraction:
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.high <= 1:
-            raise UserError(
-                f"the masked fractions must obey 0 <= low <= high <= 1, not {shown(self.low)}, {shown(self.high)}"
-            )
+            raise UserError(f"masked fractions obey 0 <= low <= high <= 1, not {shown(self.low)}, {shown(self.high)}")
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -424,10 +402,8 @@ def hand_made() -> dict[str, Schedule]:
 def all_placements(segments: int = 10, light: int = 4) -> list[Schedule]:
     """Every choice of `light` light cells among `segments`, the lightest start first: 210 for 4 of 10."""
     if not 2 <= segments <= 1000 or not 0 <= light <= segments or math.comb(segments, light) > 1_000_000:
-        raise UserError(
-            f"choosing {shown(light)} light cells of {shown(segments)} is not possible here: take 2 or more cells, of "
-            f"which 0 to all are light, in at most 1000000 ways"
-        )
+        asked = f"choosing {shown(light)} light cells of {shown(segments)}"
+        raise UserError(f"{asked} is not possible here: 2 or more cells, 0 to all light, in at most 1000000 ways")
     chosen = combinations(range(segments), light)
     return [Schedule.from_bits("".join("1" if j in cells else "0" for j in range(segments))) for cells in chosen]
 
