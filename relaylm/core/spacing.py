@@ -21,20 +21,23 @@ D = 1 writes everything in one call; D = L writes one position a call, the law o
 **How sets are found.** In plan order each position joins the first call that has no position nearer than D. The calls
 are the colours of a first-fit colouring, so one pass finds all of them.
 
-Shapes: n rows, L positions, R rows of a piece, W words of 64 bits.
+Shapes: n rows, L positions, R rows of a piece, W words of bits, X places of all its rows.
 """
 
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import torch
 
 from relaylm.core.plan import Events, Plan, sort_by_key
 from relaylm.core.schedule import Spacing
 from relaylm.errors import UserError
 
-_PIECE = 1 << 21  # positions of the rows that are worked on at once, so that they stay in the cache
+_PIECE = 1 << 20  # positions of the rows that are worked on at once, so that they stay in the cache
+_FEW = 16  # rows up to which one after the other is faster than rank by rank
 
 
 def spaced_calls(u_nL: np.ndarray, free_nL: np.ndarray, spacing: Spacing) -> np.ndarray:
@@ -44,38 +47,68 @@ def spaced_calls(u_nL: np.ndarray, free_nL: np.ndarray, spacing: Spacing) -> np.
     call_nL = np.zeros((n, length), dtype=np.int32)
     if near == 0:
         return free_nL.astype(np.int32)
-    step = max(1, _PIECE // (length + 2 * near))
-    fill = _fill_sets if spacing.form == "sets" else _fill_prefix
-    for start in range(0, n, step):
-        piece = slice(start, start + step)
-        # Positions that are not free sort last and are left out rank by rank.
-        key_RL = np.where(free_nL[piece], u_nL[piece], -1.0)
-        order_RL = np.argsort(-key_RL, axis=1, kind="stable")
-        fill(call_nL[piece], order_RL, free_nL[piece].sum(axis=1), near)
+
+    def fill(piece: slice) -> None:
+        # Positions that are not free sort last and are left out.
+        order_RL = np.argsort(-np.where(free_nL[piece], u_nL[piece], -1.0), axis=1, kind="stable")
+        free_R = free_nL[piece].sum(axis=1)
+        if len(free_R) > _FEW:
+            (_fill_sets if spacing.form == "sets" else _fill_prefix)(call_nL[piece], order_RL, free_R, near)
+        else:
+            for call_L, order_L, free in zip(call_nL[piece], order_RL.tolist(), free_R.tolist(), strict=True):
+                call_L[:] = _row(order_L[:free], length, near, spacing.form == "prefix")
+
+    size = max(1, _PIECE // (length + 2 * near))
+    pieces = [slice(start, start + size) for start in range(0, n, size)]
+    if len(pieces) == 1:
+        fill(pieces[0])
+    else:  # numpy lets other threads work meanwhile
+        with ThreadPoolExecutor(min(len(pieces), torch.get_num_threads())) as pool:
+            list(pool.map(fill, pieces))
     return call_nL
 
 
+def _row(order: list[int], length: int, near: int, prefix: bool) -> list[int]:
+    """One row's calls, call after call."""
+    call, number, left, reach = [0] * length, 0, order, b"\1" * (2 * near + 1)
+    while left:
+        number += 1
+        blocked, rest = bytearray(length + 2 * near), []
+        for k, position in enumerate(left):
+            if not blocked[position + near]:
+                call[position] = number
+                blocked[position : position + 2 * near + 1] = reach
+            elif prefix:
+                rest = left[k:]
+                break
+            else:
+                rest.append(position)
+        left = rest
+    return call
+
+
 def _fill_sets(call_RL: np.ndarray, order_RL: np.ndarray, free_R: np.ndarray, near: int) -> None:
-    """First-fit colouring. `used` holds for each position the calls within reach of it, as a set of bits."""
+    """First-fit colouring, rank by rank. A position's call is a bit; what is set within reach is taken."""
     rows, length = call_RL.shape
     most = min(2 * near + 1, length)  # calls that a row can need
-    words = -(-most // 63)  # 63 bits a word: the lowest zero of a full one is then still a bit
-    used = np.zeros((rows, length + 2 * near, words), dtype=np.int64)
-    window = np.lib.stride_tricks.sliding_window_view(used, 2 * near + 1, axis=1, writeable=True)
-    window = window.transpose(0, 1, 3, 2)
-    row_R = np.arange(rows)
+    bits = 31 if most <= 31 else 63  # in a word: the lowest zero of a full one is then still a bit
+    wide = length + 2 * near
+    own_WX = np.zeros((-(-most // bits), rows * wide), dtype=np.int32 if bits == 31 else np.int64)
+    reach_WX = np.lib.stride_tricks.sliding_window_view(own_WX, 2 * near + 1, axis=1)
+    every_R, fewest, order_LR = np.arange(rows), free_R.min(), np.ascontiguousarray(order_RL.T)
+    call_LR = np.zeros((length, rows), dtype=np.int32)
     for rank in range(int(free_R.max(initial=0))):
-        live_R = row_R if rank < free_R.min() else row_R[rank < free_R]
-        at_R = order_RL[live_R, rank]
-        seen_RW = used[live_R, at_R + near]
-        word_R = (seen_RW != (1 << 63) - 1).argmax(axis=1)
-        seen_R = seen_RW[np.arange(len(live_R)), word_R]
+        live_R = every_R if rank < fewest else np.flatnonzero(rank < free_R)
+        at_R = order_LR[rank, live_R]
+        place_R, word_R = live_R * wide + at_R, 0
+        seen_WR = np.array([np.bitwise_or.reduce(reach_X[place_R], axis=1) for reach_X in reach_WX])
+        if len(seen_WR) > 1:
+            word_R = (seen_WR != (1 << bits) - 1).argmax(axis=0)
+        seen_R = seen_WR[word_R, np.arange(len(at_R))]
         bit_R = ~seen_R & (seen_R + 1)
-        call_RL[live_R, at_R] = 63 * word_R + np.log2(bit_R).astype(np.int64) + 1
-        if words == 1:
-            window[live_R, at_R, :, 0] |= bit_R[:, None]
-        else:
-            window[live_R, at_R, :, word_R] |= bit_R[:, None]
+        own_WX[word_R, place_R + near] = bit_R
+        call_LR[rank, live_R] = bits * word_R + np.frexp(bit_R)[1]
+    np.put_along_axis(call_RL, order_RL, call_LR.T, axis=1)
 
 
 def _fill_prefix(call_RL: np.ndarray, order_RL: np.ndarray, free_R: np.ndarray, near: int) -> None:

@@ -127,7 +127,7 @@ def predicted(table: PairTable, spacing: Spacing | None, steps: float | None, le
 def correlation(found: list[dict[str, Any]]) -> float | None:
     """Pearson's r of measured and predicted losses."""
     both = [(row["loss"], row["predicted"]) for row in found if row["predicted"] is not None]
-    return float(np.corrcoef(*zip(*both, strict=True))[0, 1]) if len(both) > 2 else None
+    return float(np.corrcoef(np.array(both).T)[0, 1]) if len(both) > 2 else None
 
 
 if __name__ == "__main__":
