@@ -9,6 +9,9 @@ and on nothing else. So work is keyed by exactly that, and two schedules share i
   two models that nearly agree mostly write the same tokens (see `plan`). Their futures have the same noise, so this
   is exact, too.
 
+Schedules on spaced plans share with those of the same spacing alone, since others write other positions at each call.
+For them time is the share of a row's free positions that are masked, and their grid is where any of them changes model.
+
 The time axis is cut where any schedule changes its model and where grids begin or cease to agree. From one cut to the
 next (a *level*) all distinct (row, tokens, steps, model) of all schedules run together, through the sampler's own queue
 and in the call shapes that a run of each schedule by itself would use: the results are the bits of independent runs in
@@ -35,7 +38,8 @@ import torch
 
 from relaylm.core.diffusion import LINEAR
 from relaylm.core.plan import Events, Plan, make_events, make_plan
-from relaylm.core.schedule import Schedule, Timetable
+from relaylm.core.schedule import Schedule, Spacing, Timetable
+from relaylm.core.spacing import spaced_events
 from relaylm.errors import UserError
 from relaylm.measure.store import content_key
 from relaylm.sampling.denoise import check_request, next_call
@@ -100,7 +104,8 @@ def grow(
 ) -> Grown:
     """Rows first_row to first_row + n - 1 under every schedule, as `sample` would give them in batches of that size.
 
-    `steps` is T for all schedules or one for each (None: its own count, else the length); `given` as in `sample`.
+    `steps` is T for all schedules or one for each (None: its own count, else the length; none for a spaced schedule);
+    `given` as in `sample`.
     `on_calls(done, total)` receives row-calls of the prefix tree; rows that merge count as done. `stop` is asked
     before each network call; if it returns True, Stopped is raised. `save(key, record)` receives each finished piece of
     work as plain JSON values, and `load(key)` is asked for it first (None: not there). The key covers the rows, their
@@ -117,7 +122,10 @@ def grow(
     each = [steps] * len(schedules) if steps is None or isinstance(steps, int | float) else list(steps)
     if len(each) != len(schedules):
         raise UserError(f"there are {len(schedules)} schedules but {len(each)} numbers of steps")
-    tables = [_table(family, item, light, heavy, T, plan.length) for item, T in zip(schedules, each, strict=True)]
+    bound = [(Schedule.parse(item) if isinstance(item, str) else item).bind(light, heavy) for item in schedules]
+    for schedule in bound:
+        family.check_names(schedule.models)
+    tables = [_grid(item, T, plan.length, bound) for item, T in zip(bound, each, strict=True)]
     used = {name for table in tables for name in table.models}
     check_request({name: family.models[name] for name in used}, plan, family.mask_id, batch_size)
     batch = batch_size or family.batch_size(n * len(tables), plan.length)
@@ -149,16 +157,32 @@ def grow_rows(family: Family, schedules: Sequence[Any], first_row: int, rows: in
     return grow(family, schedules, rows, first_row=first_row, **options)
 
 
-def _table(
-    family: Family, schedule: str | Schedule, light: str, heavy: str, steps: float | None, length: int
-) -> Timetable:
-    schedule = (Schedule.parse(schedule) if isinstance(schedule, str) else schedule).bind(light, heavy)
-    family.check_names(schedule.models)
+@dataclass(frozen=True)
+class _Grid(Timetable):
+    """A timetable; of a spaced schedule one with a step for each stretch of one model."""
+
+    spacing: Spacing | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What fixes the calls: grids with the same key have the same events."""
+        return self.times, self.spacing
+
+
+def _grid(schedule: Schedule, steps: float | None, length: int, others: Sequence[Schedule]) -> _Grid:
+    """The grid of a schedule; of a spaced one it has all ends of segments of the others with its spacing."""
+    if schedule.spacing is not None:
+        if steps is not None:
+            raise UserError(f"{schedule.spacing} decides what each call writes: leave out the number of steps")
+        ends = {end for other in others if other.spacing == schedule.spacing for end in other.ends}
+        times = (1.0, *sorted(ends, reverse=True))
+        return _Grid(tuple(schedule.model_at(t) for t in times[:-1]), times, schedule.spacing)
     if steps is None:
         steps = length if schedule.steps is None else schedule.steps
     if math.isinf(steps) or steps != int(steps):
         raise UserError(f"shared trajectories need a whole number of steps, not {steps}")
-    return schedule.timetable(int(steps))
+    table = schedule.timetable(int(steps))
+    return _Grid(table.models, table.times)
 
 
 # ------------------------------------------------------------------------------------------------ levels
@@ -169,6 +193,7 @@ class _Stretch:
     """Steps of a grid from one cut to the next, under one model."""
 
     times: tuple[float, ...]
+    spacing: Spacing | None
     model: int
     begin_n: np.ndarray  # each row's first event, among those of all grids
     end_n: np.ndarray  # the one after its last
@@ -184,19 +209,25 @@ class _Stretch:
 class _Tree:
     """The levels of all schedules, and what they cost: by themselves, as a prefix tree, and as they were run."""
 
-    def __init__(self, family: Family, tables: Sequence[Timetable], plan: Plan) -> None:
+    def __init__(self, family: Family, tables: Sequence[_Grid], plan: Plan) -> None:
         self.family, self.tables, self.plan = family, tables, plan
-        all_times = list(dict.fromkeys(table.times for table in tables))
-        parts = [make_events(plan, times, LINEAR) for times in all_times]
+        grids = list({table.key: table for table in tables}.values())
+        parts = [
+            make_events(plan, grid.times, LINEAR) if grid.spacing is None else spaced_events(plan, grid.spacing)
+            for grid in grids
+        ]
         self.events = _side_by_side(parts)
         self.flops_KE = self._flops()
         # For each grid (n, T + 1): a row's first event at step k or later, steps counted from the masked end.
-        self.first: dict[tuple[float, ...], np.ndarray] = {}
+        self.first: dict[tuple[Any, ...], np.ndarray] = {}
         number = 0
-        for times, own in zip(all_times, parts, strict=True):
-            count_nT = np.zeros((plan.n, len(times)), dtype=np.int64)
-            np.add.at(count_nT, (np.repeat(np.arange(plan.n), own.per_row_n), len(times) - own.step_E), 1)
-            self.first[times] = number + own.row_ptr_n1[:-1, None] + np.cumsum(count_nT, axis=1)
+        for grid, own in zip(grids, parts, strict=True):
+            count_nT = np.zeros((plan.n, len(grid.times)), dtype=np.int64)
+            # A step owns the times from its own, included, down to the next: an event's time is one of the grid's, or
+            # of a spaced plan between two of them.
+            after_E = np.searchsorted(-np.array(grid.times), -own.t_E, side="right")
+            np.add.at(count_nT, (np.repeat(np.arange(plan.n), own.per_row_n), after_E), 1)
+            self.first[grid.key] = number + own.row_ptr_n1[:-1, None] + np.cumsum(count_nT, axis=1)
             number += len(own.step_E)
         models = len(family.names)
         self.calls_SK, self.flops_S = np.zeros((len(tables), models), dtype=np.int64), np.zeros(len(tables))
@@ -222,28 +253,28 @@ class _Tree:
         begins: dict[float, dict[Any, list[tuple[int, int, int]]]] = {}  # time -> times and model -> schedules, steps
         for s, table in enumerate(self.tables):
             for first, last in pairwise(k for k, t in enumerate(table.times) if t in cuts):
-                key = table.times[first : last + 1], self.family.names.index(table.models[first])
+                key = table.times[first : last + 1], table.spacing, self.family.names.index(table.models[first])
                 begins.setdefault(table.times[first], {}).setdefault(key, []).append((s, first, last))
         node_S = [0] * len(self.tables)  # schedules with the same number have agreed so far
         nodes: dict[tuple[int, Any], int] = {}
         levels = []
         for t in sorted(begins, reverse=True):
             level = []
-            for (times, model), users in begins[t].items():
+            for (times, spacing, model), users in begins[t].items():
                 s, first, last = users[0]
-                begin_n, end_n = (self.first[self.tables[s].times][:, k] for k in (first, last))
+                begin_n, end_n = (self.first[self.tables[s].key][:, k] for k in (first, last))
                 flops_n = np.zeros(self.plan.n)
                 if self.flops_KE is not None:
                     flops_n = self.flops_KE[model, end_n] - self.flops_KE[model, begin_n]
                 members = [s for s, _, _ in users]
                 prefixes = len({node_S[s] for s in members})
-                level.append(_Stretch(times, model, begin_n, end_n, flops_n, members, prefixes))
+                level.append(_Stretch(times, spacing, model, begin_n, end_n, flops_n, members, prefixes))
                 calls = level[-1].calls_n.sum()
                 self.calls_SK[members, model] += calls
                 self.calls_tree_K[model] += calls * prefixes
                 self.flops_S[members] += flops_n.sum()
                 for s in members:
-                    node_S[s] = nodes.setdefault((node_S[s], (times, model)), len(nodes) + 1)
+                    node_S[s] = nodes.setdefault((node_S[s], (times, spacing, model)), len(nodes) + 1)
             levels.append(level)
         return levels
 
@@ -293,18 +324,18 @@ class _Tree:
         return tokens_UL, state_Sn
 
 
-def _cuts(tables: Sequence[Timetable]) -> set[float]:
+def _cuts(tables: Sequence[_Grid]) -> set[float]:
     """All times where a schedule changes its model or grids begin or cease to agree; 1 and 0."""
     cuts = {1.0, 0.0}
     for table in tables:
         cuts.update(table.times[k] for k in range(1, table.steps) if table.models[k] != table.models[k - 1])
-    grids = {table.times for table in tables}
-    owners: dict[tuple[float, float], set[int]] = {}  # the grids that have a step
-    for g, times in enumerate(grids):
+    grids = {table.key for table in tables}
+    owners: dict[tuple[Any, ...], set[int]] = {}  # the grids that have a step
+    for g, (times, spacing) in enumerate(grids):
         for step in pairwise(times):
-            owners.setdefault(step, set()).add(g)
-    for times in grids:
-        shared = [owners[step] for step in pairwise(times)]
+            owners.setdefault((step, spacing), set()).add(g)
+    for times, spacing in grids:
+        shared = [owners[step, spacing] for step in pairwise(times)]
         cuts.update(times[k] for k in range(1, len(shared)) if shared[k] != shared[k - 1])
     return cuts
 
@@ -405,7 +436,9 @@ class _Runner:
         for array in (which_m - which_m[0], rows_m, tokens_mL):
             content.update(np.ascontiguousarray(array).astype("<i8").tobytes())
         own = [stretches[j] for j in np.unique(which_m)]
-        what = [[list(stretch.times), self.family.names[stretch.model]] for stretch in own]
+        what: list[Any] = [[list(stretch.times), self.family.names[stretch.model]] for stretch in own]
+        for described, stretch in zip(what, own, strict=True):
+            described += [] if stretch.spacing is None else [str(stretch.spacing)]
         return content_key("tree", what, content.hexdigest(), self.plan.seed, list(tokens_mL.shape), self.batch)
 
     def _run(

@@ -75,7 +75,10 @@ names = st.sampled_from(["1b", "2b", "3b"])
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[str, int | None]:
     """A schedule and a number of steps: cells on two grids, single steps, counts, segments with their own time."""
-    kind = draw(st.sampled_from(["cells", "cells", "ordered", "timed", "interleaved"]))
+    kind = draw(st.sampled_from(["cells", "cells", "ordered", "timed", "interleaved", "spaced", "spaced"]))
+    if kind == "spaced":
+        cells = draw(st.sampled_from(["cells(1b 3b 3b)", "cells(1b 3b 1b 3b)", "2b:30% 3b:70%", "3b:100%"]))
+        return f"{cells} spaced:{draw(st.sampled_from(['4', '4', '6', '4:prefix']))}", None
     if kind == "cells":
         return f"cells({' '.join(draw(st.lists(names, min_size=4, max_size=4)))})", draw(st.sampled_from([8, 8, 12]))
     if kind == "ordered":
@@ -104,7 +107,11 @@ def test_grown_together_is_as_grown_alone(
         rng = np.random.default_rng(first_row)
         given[rng.random((n, 20)) < 0.4] = 5
         given[0] = 7  # a row with nothing to do
-    steps = [T if T is not None else (Schedule.parse(text).steps or 20) for text, T in chosen]
+    parsed = [Schedule.parse(text) for text, _ in chosen]
+    steps = [
+        T if T is not None or s.spacing is not None else (s.steps or 20)
+        for s, (_, T) in zip(parsed, chosen, strict=True)
+    ]
     texts = [text for text, _ in chosen]
     check(texts, n, steps, batch_size=batch, first_row=first_row, given=given, seed=3)
 
