@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "length")
     add("--max-loss", type=float, metavar="NATS", help="name the smallest spacing with at most this loss a position")
     add("--calls", type=positive, help="name the largest spacing with at most so many calls a row")
+    add("--keep", action="store_true", help="keep the table in the family's folder, and its spacing as the default")
     add_shared(parser, "plot seed device")
 
 
@@ -32,6 +33,8 @@ def run(args: argparse.Namespace) -> tools.Result:
     tools.check_plot(args.plot)
     family = tools.load_family(args)
     name, length = args.model or family.roles()[1], args.length or family.length
+    if args.keep and (family.stored is None or name != family.roles()[1] or length != family.length):
+        raise UserError("a family in a folder keeps the table of its heavy model at its own length: leave both out")
     family.check_names((name,))
     if args.samples:
         from relaylm.sampling.sample import sample
@@ -64,6 +67,8 @@ def run(args: argparse.Namespace) -> tools.Result:
     result = {**table.to_json(), "length": length, "uniform_loss": pairs.uniform_loss(table, length, length)}
     about = {"family": {"name": family.name, "digest": family.digest}}
     result = tools.with_provenance({**about, **result, "choices": found}, family, args)
+    if args.keep and family.stored is not None:
+        tools.note(f"kept: {pairs.keep_pairs(family.stored.folder, table)} is the family's default")
     if args.plot is not None:
         from relaylm.show.figures import plot_pairs
 

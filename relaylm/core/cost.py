@@ -26,11 +26,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from relaylm.core.schedule import Schedule, Timetable
+from relaylm.core.schedule import Schedule, Spacing, Timetable
 from relaylm.errors import UserError
 
 SPACED_PLANS = 64  # over which the cost of a spaced schedule is averaged
@@ -151,19 +152,26 @@ def mean_price(
 
 def _mean_spaced_price(prices: Mapping[str, Price], schedule: Schedule, free: int) -> float:
     """`mean_price` of a spaced schedule, over 64 plans of a fixed seed: there is no closed form."""
-    from relaylm.core.plan import make_plan  # which imports torch
-    from relaylm.core.spacing import spaced_events
-
     if any(prices[name].every_step for name in schedule.models):
         raise UserError("blocks are counted by step, and a spaced schedule has none: choose flops, ms or J")
     assert schedule.spacing is not None
     if not free:
         return 0.0
-    events = spaced_events(make_plan(SPACED_PLANS, free), schedule.spacing)
-    owner_E = np.searchsorted(-np.asarray(schedule.ends), -events.t_E, side="right")
+    t_E, count_E = spaced_sizes(free, schedule.spacing)
+    owner_E = np.searchsorted(-np.asarray(schedule.ends), -t_E, side="right")
     price_S = [prices[segment.model] for segment in schedule.segments]
     base_S, slope_S = (np.array([getattr(price, name) for price in price_S]) for name in ("base", "slope"))
-    return float((base_S[owner_E] + slope_S[owner_E] * events.count_E).sum() / SPACED_PLANS)
+    return float((base_S[owner_E] + slope_S[owner_E] * count_E).sum() / SPACED_PLANS)
+
+
+@lru_cache(256)
+def spaced_sizes(free: int, spacing: Spacing) -> tuple[np.ndarray, np.ndarray]:
+    """The calls of SPACED_PLANS plans of `free` positions: the share masked before each, and how many it writes."""
+    from relaylm.core.plan import make_plan  # which imports torch
+    from relaylm.core.spacing import spaced_events
+
+    events = spaced_events(make_plan(SPACED_PLANS, free), spacing)
+    return events.t_E, events.count_E
 
 
 # ------------------------------------------------------------------------------------------------ budgets

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,10 @@ from relaylm.core.plan import uniforms
 from relaylm.core.schedule import Spacing
 from relaylm.core.spacing import spaced_calls
 from relaylm.errors import UserError
+from relaylm.files import read_object, write_json
 from relaylm.models.compat import check_whole
+from relaylm.models.family import Family
+from relaylm.models.folder import MANIFEST, PAIRS
 from relaylm.progress import progress_bar
 from relaylm.tables import table as text_table
 
@@ -198,6 +202,25 @@ def _filled(mean_SD: np.ndarray, there_SD: np.ndarray) -> np.ndarray:
         if there.any():
             row[:] = np.interp(columns, columns[there], row[there])
     return out
+
+
+# ------------------------------------------------------------------------------------------------ of a family
+
+
+def family_pairs(family: Family) -> PairTable | None:
+    """The table that a family in a folder carries; None if it has none."""
+    file = None if family.stored is None else family.stored.folder / PAIRS
+    return None if file is None or not file.exists() else PairTable.from_json(read_object(file))
+
+
+def keep_pairs(folder: Path, table: PairTable) -> Spacing:
+    """Keep a table in the folder of a family, and make the spacing that is predicted to lose no more than T = L uniform
+    steps its default, which is returned."""
+    manifest = read_object(folder / MANIFEST)
+    spacing = default_spacing(table, int(manifest["length"]))
+    write_json(folder / PAIRS, table.to_json())
+    write_json(folder / MANIFEST, {**manifest, "meta": {**manifest.get("meta", {}), "spacing": str(spacing)}})
+    return spacing
 
 
 # ------------------------------------------------------------------------------------------------ predictions

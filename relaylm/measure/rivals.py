@@ -2,8 +2,8 @@ r"""What is compared: the schedules asked for, the light and the heavy model alo
 
 **Rivals.** A mixed schedule is worthwhile only if nothing simpler does as well at the same cost. So each is compared at
 its number of floating-point operations with one model of middle depth at every step, the heavy model in fewer steps,
-and the same number of light steps spread evenly or at random. The light and the heavy model alone are
-always compared too, since each row's share of the quality gap is counted between them (`verdict`).
+the heavy model on spaced plans, and the same number of light steps spread evenly or at random. The light and the heavy
+model alone are always compared too, since each row's share of the quality gap is counted between them (`verdict`).
 
 Operations are compared in expectation over plans, which is exact and does not depend on the seed (`cost.mean_price`).
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from relaylm.core.cost import mean_price
-from relaylm.core.schedule import Schedule, Segment
+from relaylm.core.schedule import Schedule, Segment, Spacing
 from relaylm.measure.prices import flops_price
 
 if TYPE_CHECKING:
@@ -118,6 +118,8 @@ def _rivals(family: Family, entry: Entry, free_n: np.ndarray, length: int, heavy
         fewer = steps_within(lambda steps: alone(heavy, steps), budget)
         if fewer is not None and fewer < entry.steps:
             found.append(Entry(f"H{fewer}", one_model(heavy), fewer, "rival", "heavy in fewer steps"))
+        if (spaced := spaced_within(models, heavy, budget, free_n, length)) is not None:
+            found.append(Entry(f"heavy {spaced.spacing}", spaced, None, "rival", "heavy, spaced"))
     if len(entry.schedule.models) == 2 and not math.isinf(entry.steps):
         order = [name for name in family.names if name in entry.schedule.models]
         table = entry.schedule.timetable(int(entry.steps))
@@ -139,16 +141,31 @@ def _spaced_rivals(family: Family, entry: Entry, free_n: np.ndarray, length: int
         return []
     budget = expected_flops(models, entry.schedule, None, free_n, length) * (1 + SLACK)
 
-    def alone(distance: int) -> Schedule:
-        return replace(one_model(heavy), spacing=replace(spacing, distance=distance))
-
-    least = steps_within(
-        lambda distance: expected_flops(models, alone(distance), None, free_n, length), budget, most=spacing.distance
-    )
-    if least is None or least == spacing.distance:
+    alone = spaced_within(models, heavy, budget, free_n, length, spacing)
+    if alone is None or alone.spacing == spacing:
         return []
-    label = str(replace(Schedule.parse("heavy"), spacing=replace(spacing, distance=least)))
-    return [Entry(label, alone(least), None, "rival", "heavy with a smaller spacing", [entry.label])]
+    return [Entry(f"heavy {alone.spacing}", alone, None, "rival", "heavy with a smaller spacing", [entry.label])]
+
+
+def spaced_within(
+    models: Mapping[str, Any],
+    name: str,
+    budget: float,
+    free_n: np.ndarray,
+    length: int,
+    most: Spacing | None = None,
+) -> Schedule | None:
+    """One model with the largest spacing (at most `most`, and below the length) whose mean operations are within a
+    budget; None if no spacing is."""
+    most = most or Spacing(max(1, length - 1))
+
+    def at(distance: int) -> Schedule:
+        return replace(one_model(name), spacing=replace(most, distance=distance))
+
+    largest = steps_within(
+        lambda distance: expected_flops(models, at(distance), None, free_n, length), budget, most=most.distance
+    )
+    return None if largest is None else at(largest)
 
 
 def expected_flops(

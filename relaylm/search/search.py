@@ -26,6 +26,7 @@ from relaylm.errors import UserError
 from relaylm.measure import prices as pricing
 from relaylm.measure.evaluate import Workers, given_rows, open_store
 from relaylm.measure.judge import load_judge
+from relaylm.measure.pairs import family_pairs
 from relaylm.search.evolve import Evolve
 from relaylm.search.exhaustive import Exhaustive
 from relaylm.search.space import SLACK, Problem
@@ -130,6 +131,10 @@ def search(
     prices = pricing.prices(family, unit, length, total, models=names, batch_size=batch)
     each = _densities(DENSITIES if densities is None else densities)
     problem = Problem(family, trials, light, heavy, names, total, segments, each, unit, prices, free_n)
+    if method == "tune":
+        problem.pairs = family_pairs(family)
+        if problem.pairs is None:
+            problem.notes.append("no table of pairs (relaylm pairs --keep), so spaced plans were left out")
     way: Tune | Exhaustive | Evolve
     if method == "exhaustive":
         limit = None if budget is None else limits(problem, budget, None)[0]

@@ -45,6 +45,7 @@ from scipy.optimize import minimize_scalar
 
 from relaylm.core.cost import Price, mean_price
 from relaylm.core.schedule import Schedule, Segment
+from relaylm.measure.pairs import PairTable
 from relaylm.search.trials import Trials
 
 if TYPE_CHECKING:
@@ -177,6 +178,17 @@ class Problem:
     prices: dict[str, Price]
     free_n: np.ndarray
     notes: list[str] = field(default_factory=list)
+    pairs: PairTable | None = None  # what positions know of each other; without it spaced plans are left out
+
+    @property
+    def length(self) -> int:
+        """Positions of a row."""
+        return int(self.trials.given_PL.shape[1])
+
+    @property
+    def spaced(self) -> bool:
+        """May spaced plans be candidates? They have no steps to count blocks by."""
+        return self.pairs is not None and not any(price.every_step for price in self.prices.values())
 
     def price(self, schedule: Schedule) -> float:
         """Mean price of a row, in the problem's unit."""

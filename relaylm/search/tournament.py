@@ -1,7 +1,8 @@
 r"""Candidates for a budget, and the rules that choose among them on rows that none of them was chosen by.
 
 **Rivals.** A mixed schedule is only worth using if nothing simpler does as well at the same cost. So every choice
-includes the equal-compute rivals: each model alone, in as many steps as the budget allows, and the sandwich.
+includes the equal-compute rivals: each model alone, in as many steps as the budget allows or with the largest spacing,
+and the sandwich.
 
 **Race.** Rows come in rounds that double. After each round a candidate is dropped if it is worse than the leader by a
 one-sided paired t-test at level 0.05 / (candidates x rounds). By Bonferroni's correction the chance that the truly best
@@ -39,8 +40,9 @@ from relaylm.core.schedule import Schedule, Segment
 from relaylm.measure import metrics
 from relaylm.measure.metrics import paired_difference as paired
 from relaylm.measure.rivals import steps_within
-from relaylm.measure.schedule_likelihood import BoundTable, schedule_bound
+from relaylm.measure.schedule_likelihood import BoundTable
 from relaylm.search.space import SLACK, Problem
+from relaylm.search.spaced import predicted_bound, spaced_alone
 from relaylm.search.trials import Rows
 
 FIRST_ROUND, RACE_ROUNDS, ALPHA = 8, 8, 0.05
@@ -60,6 +62,8 @@ def named(problem: Problem, schedule: Schedule, what: str) -> Candidate:
     """A mixed schedule; or one model alone, which is a rival wherever it comes from."""
     if len(schedule.segments) > 1:
         return Candidate(schedule, what, "mixed")
+    if schedule.spacing is not None:
+        return Candidate(schedule, f"{schedule.models[0]} alone, {schedule.spacing}", "rival")
     fewer = "" if schedule.steps == problem.steps else f" in {schedule.steps} steps"
     return Candidate(schedule, f"{schedule.models[0]} alone{fewer}", "rival")
 
@@ -115,6 +119,7 @@ def by_hand(problem: Problem, limit: float) -> list[Candidate]:
 def rivals_within(problem: Problem, limit: float) -> list[Candidate]:
     """Each model alone, in as many steps as the limit allows, and the sandwich."""
     alone = [_largest(problem, partial(problem.alone, m), limit, 1, problem.steps) for m in problem.models[::-1]]
+    alone += [spaced_alone(problem, m, limit) for m in problem.models[::-1]]
     found = [named(problem, schedule, "") for schedule in alone if schedule is not None]
     if len(problem.models) > 1 and (sandwich := sandwich_within(problem, limit)) is not None:
         found.append(Candidate(sandwich, "sandwich", "rival"))
@@ -274,6 +279,8 @@ def _way(problem: Problem, candidate: Candidate) -> str:
     models, steps = candidate.schedule.models, candidate.schedule.steps
     if len(models) > 1 or candidate.kind == "anchor":
         return candidate.what
+    if candidate.schedule.spacing is not None:
+        return f"{models[0]} spaced"
     return "alone" if steps == problem.steps else f"{models[0]} in fewer steps"
 
 
@@ -318,7 +325,7 @@ def by_the_bound(
 ) -> dict[str, Any]:
     """The choice by the likelihood bound alone, where an allowed loss is one of the bound, in nats for a token.
     All-heavy comes first."""
-    bounds = [schedule_bound(table, c.schedule) for c in candidates]
+    bounds = [predicted_bound(problem, table, c.schedule) for c in candidates]
     nats_SN = np.stack([bound.nats_N for bound in bounds]) / table.length
     rows = [
         {**about(problem, c), "bits": bound.bits, "against_heavy": paired(nats_N, nats_SN[0])}
@@ -404,6 +411,8 @@ def use(problem: Problem, row: dict[str, Any]) -> str:
     """What to do, in words."""
     schedule = Schedule.parse(row["schedule"])
     if len(schedule.segments) == 1:
+        if schedule.spacing is not None:
+            return f"Use the {schedule.models[0]} model alone, {schedule.spacing}"
         fewer = "" if row["steps"] == problem.steps else f" in {row['steps']} steps instead of {problem.steps}"
         return f"Use the {schedule.models[0]} model alone{fewer}"
     return f"Use {row['schedule']} ({row['what']})"

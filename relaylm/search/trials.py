@@ -1,7 +1,7 @@
 r"""Scores of schedules on rows, each computed once, for all searches.
 
-A trial is a schedule in counts of steps, with models' names. Row r has the same plan under every schedule (common
-random numbers), so scores are a table of log-perplexities, schedules by rows, whose columns are paired.
+A trial is a schedule in counts of steps or on spaced plans, with models' names. Row r has the same plan under every
+schedule (common random numbers), so scores are a table of log-perplexities, schedules by rows, with paired columns.
 
 Rows without a score are sampled by `tree.grow`, in which schedules that begin alike share their beginning, and judged.
 This happens in chunks of a few rows under all schedules at once. A finished chunk is stored as one record, so a search
@@ -32,8 +32,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from relaylm.core.cost import SPACED_PLANS, spaced_sizes
 from relaylm.core.plan import make_events, make_plan
-from relaylm.core.schedule import Schedule
+from relaylm.core.schedule import Schedule, Spacing
+from relaylm.core.spacing import spaced_events
 from relaylm.errors import UserError
 from relaylm.measure.evaluate import Workers, array_hash, cached, check_storable, conditions, judge_rows, model_key
 from relaylm.measure.judge import Judge, log_perplexity
@@ -134,8 +136,11 @@ class Trials:
     def law(self, schedule: Schedule) -> str:
         """A hash of what a schedule does: its models at its times."""
         if schedule not in self._laws:
-            table = schedule.timetable()
-            text = repr((table.models, [t.hex() for t in table.times]))
+            if schedule.spacing is None:
+                table = schedule.timetable()
+                text = repr((table.models, [t.hex() for t in table.times]))
+            else:
+                text = str(schedule)
             self._laws[schedule] = hashlib.sha256(text.encode()).hexdigest()
         return self._laws[schedule]
 
@@ -171,29 +176,34 @@ class Trials:
 
     def needed(self, schedule: Schedule, first: int, n: int) -> dict[str, int]:
         """Row-calls by model that an independent run of the rows takes."""
-        table = schedule.timetable()
-        names, calls_T = np.array(table.models), self._calls(table.times, first, n)
-        return {name: int(calls_T[names == name].sum()) for name in dict.fromkeys(table.models)}
+        models, times = _stages(schedule)
+        names, calls_T = np.array(models), self._calls(times, schedule.spacing, first, n)
+        return {name: int(calls_T[names == name].sum()) for name in dict.fromkeys(models)}
 
-    def _count_calls(self, times: tuple[float, ...], first: int, n: int) -> np.ndarray:
-        """Rows that are called at each step of a grid, (T,), the masked end first."""
+    def _count_calls(self, times: tuple[float, ...], spacing: Spacing | None, first: int, n: int) -> np.ndarray:
+        """Calls of these rows from each time of a grid down to the next, (T,), the masked end first."""
         given_nL = self.given(first, n)
-        events = make_events(make_plan(n, given_nL.shape[1], self.seed, given_nL, first), times)
-        return np.bincount(len(times) - 1 - events.step_E, minlength=len(times) - 1)
+        plan = make_plan(n, given_nL.shape[1], self.seed, given_nL, first)
+        events = make_events(plan, times) if spacing is None else spaced_events(plan, spacing)
+        return _by_stage(events.t_E, times)
 
     def expected_calls(self, schedules: Sequence[Schedule]) -> float:
         """Mean row-calls of one row under all of the schedules together, with shared beginnings. Rows that merge after
         they parted are not foreseen."""
         free = np.bincount((self.given_PL < 0).sum(axis=1))
         weight = {f: count / free.sum() for f, count in enumerate(free) if count}
-        codes: dict[tuple[str, float, float], int] = {}
+        codes: dict[tuple[Any, ...], int] = {}
         rows = []
         for schedule in {self.law(s): s for s in schedules}.values():
-            table = schedule.timetable()
-            steps = zip(table.models, table.times[:-1], table.times[1:], strict=True)
-            rows.append(tuple(codes.setdefault(step, len(codes)) for step in steps))
-        share_C = np.array([a - b for _, a, b in codes])
+            models, times = _stages(schedule)
+            steps = zip(models, times[:-1], times[1:], strict=True)
+            rows.append(tuple(codes.setdefault((schedule.spacing, *step), len(codes)) for step in steps))
+        share_C = np.array([a - b for _, _, a, b in codes])
         chance_C = sum(w * -np.expm1(f * np.log1p(-np.minimum(share_C, 1 - 1e-15))) for f, w in weight.items())
+        for c, (spacing, _, a, b) in enumerate(codes):
+            if spacing is not None:  # not a chance to be called, but a number of calls
+                each = [(w, spaced_sizes(f, spacing)[0]) for f, w in weight.items() if f]
+                chance_C[c] = sum(w * ((t_E <= a) & (t_E > b)).sum() / SPACED_PLANS for w, t_E in each)
         total = 0.0
         previous: tuple[int, ...] = ()
         for row in sorted(rows):
@@ -358,6 +368,19 @@ class Trials:
                 for k, value in enumerate(values):
                     known.setdefault(record["first"] + k, math.nan if value is None else value)
                 self.hashes[law, record["first"], record["rows"]] = digest
+
+
+def _stages(schedule: Schedule) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """The models of a schedule and the times between which they serve: steps, or segments of a spaced schedule."""
+    if schedule.spacing is None:
+        table = schedule.timetable()
+        return table.models, table.times
+    return tuple(segment.model for segment in schedule.segments), (1.0, *schedule.ends)
+
+
+def _by_stage(t_E: np.ndarray, times: Sequence[float]) -> np.ndarray:
+    """How many of these times lie from each time of a grid, included, down to the next."""
+    return np.bincount(np.searchsorted(-np.asarray(times), -t_E, side="right") - 1, minlength=len(times) - 1)
 
 
 def _stretches(rows: Sequence[int]) -> Iterator[tuple[int, int]]:

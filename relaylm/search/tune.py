@@ -14,6 +14,7 @@ measure next, in five stages. Each may spend a share of the calls, in expectatio
 3. **Proposals.** In each of a few rounds the model proposes schedules within the budget: the exact minimum of its mean,
    and of draws from its posterior (Thompson sampling), which explore where the model is unsure. They are measured, and
    the model is fitted again. What it predicted of schedules before they were measured is reported as its error.
+   Schedules on spaced plans are proposed by their predicted likelihood (`spaced`).
 4. **Race.** The best proposals, schedules allocated step by step by the bound, a few made by hand, and equal-compute
    rivals are measured on fresh rows, in rounds that drop what is shown to be worse (`tournament.race`).
 5. **Confirmation.** The finalists are measured on rows that chose nothing; only these figures are reported.
@@ -46,6 +47,7 @@ from relaylm.measure.metrics import paired_difference as paired
 from relaylm.measure.schedule_likelihood import BoundTable, measure_table, step_costs
 from relaylm.search import tournament
 from relaylm.search.space import SLACK, Choice, Fit, Problem, Space, best, fit
+from relaylm.search.spaced import spaced_mixed
 from relaylm.search.tournament import FIRST_ROUND, Candidate, all_heavy, by_hand, named, rivals_within, unique
 from relaylm.search.trials import Rows
 
@@ -76,7 +78,8 @@ class Tuner:
 
     def know(self, schedule: Schedule) -> bool:
         """Learn from this schedule's rows from here on; False if the model cannot express it."""
-        if schedule not in self.mixes and (mix_SO := self.space.mix(schedule)) is not None:
+        unknown = schedule not in self.mixes and schedule.spacing is None
+        if unknown and (mix_SO := self.space.mix(schedule)) is not None:
             self.mixes[schedule] = mix_SO
         return schedule in self.mixes
 
@@ -318,6 +321,7 @@ def candidates(tuner: Tuner, limit: float) -> list[Candidate]:
         order = np.argsort(tuner.predict(near), kind="stable")
         found += [named(problem, near[k], "proposed and measured") for k in order[:4]]
     found += by_hand(problem, limit)
+    found += _spaced(tuner, limit)
     for names, what in ((pair, "two models, by the bound"), (models, "all models, by the bound")):
         if (schedule := allocated(tuner, limit, names)) is not None:
             found.append(named(problem, schedule, what))
@@ -330,6 +334,12 @@ def _guesses(tuner: Tuner, limit: float, kinds: Mapping[str, Sequence[int] | Non
     return [named(tuner.problem, tuner.space.schedule(c), what) for what, c in found if c is not None]
 
 
+def _spaced(tuner: Tuner, limit: float) -> list[Candidate]:
+    """Mixed schedules on spaced plans, by predicted likelihood."""
+    problem = tuner.problem
+    return [named(problem, s, "models and spacing together") for s in spaced_mixed(problem, tuner.table, limit)]
+
+
 def rungs(tuner: Tuner, limits: Sequence[float]) -> list[Candidate]:
     """All-heavy first; for each limit the rivals, the model's best on any grid and on the full one, and one by hand."""
     problem = tuner.problem
@@ -339,7 +349,7 @@ def rungs(tuner: Tuner, limits: Sequence[float]) -> list[Candidate]:
         rivals = rivals_within(problem, limit)
         found += [c for c in rivals if c.schedule.steps == problem.steps or c.schedule.models == (problem.heavy,)]
         found += _guesses(tuner, limit, kinds)
-        found += by_hand(problem, limit)[:1]
+        found += by_hand(problem, limit)[:1] + _spaced(tuner, limit)[:1]
     return unique(problem, found)
 
 

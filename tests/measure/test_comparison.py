@@ -114,12 +114,14 @@ def test_all_rivals_are_there(result: dict[str, Any]) -> None:
     assert set(rivals) == {
         "one model of middle depth",
         "heavy in fewer steps",
+        "heavy, spaced",
         "light steps spread evenly",
         "light steps placed at random",
     }
     # Both mixed schedules have 4 light steps of 16, so they share their rivals.
     assert all(row["rival_of"] == ["sandwich", "L4 H12"] for row in rivals.values())
-    assert len(result["rivals"]) == 8
+    assert len(result["rivals"]) == 10
+    assert rivals["heavy, spaced"]["flops"] < 1.05 * result["rows"][0]["flops"]
     for name in ("light steps spread evenly", "light steps placed at random"):
         table = Schedule.parse(rivals[name]["models"]).timetable(16)
         assert table.models.count("4b") == 4
@@ -138,7 +140,7 @@ def test_the_middle_model_is_the_dearest_that_costs_no_more() -> None:
 def test_what_was_asked_for_may_be_a_rival(family: Family) -> None:
     out = compare(family, ["sandwich", "10b"], n=3, progress=False)
     assert out["rows"][1]["kind"] == "asked" and out["rows"][1]["rival_of"] == ["sandwich"]
-    assert len(out["rivals"]) == 4 and all(item["what"] for item in out["rivals"])
+    assert len(out["rivals"]) == 5 and all(item["what"] for item in out["rivals"])
 
 
 def test_rivals_can_be_left_out(family: Family) -> None:
@@ -192,7 +194,7 @@ def test_render(result: dict[str, Any]) -> None:
     text = render(result, 200)
     lines = text.split("\n")
     assert lines[0] == result["verdict"]
-    assert sum(line.startswith("≈") for line in lines) == 4
+    assert sum(line.startswith("≈") for line in lines) == 5
     assert "entropy" in lines[2] and "gen ppl" in lines[2]
 
 

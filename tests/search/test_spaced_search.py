@@ -1,0 +1,129 @@
+"""Spaced plans in searches: what is proposed fits the budget and is the best by prediction, and scores are those of
+independent runs."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from search_oracle import small_family
+
+from relaylm.core.schedule import Schedule, Spacing
+from relaylm.errors import UserError
+from relaylm.measure.judge import load_judge, log_perplexity, score
+from relaylm.measure.pairs import PairTable, default_spacing, family_pairs, keep_pairs, spacing_loss
+from relaylm.measure.prices import prices
+from relaylm.measure.schedule_likelihood import BoundTable, measure_table, schedule_bound
+from relaylm.models.family import Family
+from relaylm.models.folder import save_family
+from relaylm.sampling.sample import sample
+from relaylm.search.search import search
+from relaylm.search.space import SLACK, Problem
+from relaylm.search.spaced import predicted_bound, spaced_alone, spaced_mixed
+from relaylm.search.trials import Trials
+
+LENGTH, SEGMENTS = 16, 3
+TABLE = PairTable(
+    np.array([0.1, 0.9]), np.array([1, 2, 4]), np.array([[0.3, 0.1, 0.01], [0.2, 0.05, 0.0]]), np.zeros((2, 3)), 2,
+    "3b",
+    "text",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def family() -> Family:
+    return small_family()
+
+
+@pytest.fixture(scope="module")
+def problem(family: Family) -> Problem:
+    trials = Trials(family, load_judge(None, family), np.full((1, LENGTH), -1), "3b", seed=5, batch=8)
+    known = prices(family, "flops", LENGTH, LENGTH)
+    names = family.names
+    return Problem(
+        family, trials, names[0], names[-1], names, LENGTH, SEGMENTS, (), "flops", known, np.array([LENGTH]),
+        pairs=TABLE,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bounds(family: Family) -> BoundTable:
+    rows = np.random.default_rng(0).integers(0, 27, (6, LENGTH))
+    return measure_table(dict(family.models), rows, family.mask_id, draws=2)
+
+
+def test_one_model_has_the_largest_spacing_that_fits(problem: Problem) -> None:
+    for share in (0.2, 0.5, 0.8):
+        limit = (1 - share) * problem.all_heavy
+        fits = [d for d in range(1, LENGTH) if problem.price(Schedule.parse(f"3b:100% spaced:{d}")) <= limit]
+        assert spaced_alone(problem, "3b", limit) == Schedule.parse(f"3b:100% spaced:{max(fits)}")
+    assert spaced_alone(problem, "3b", 1.0) is None
+
+
+def test_the_mixture_of_least_predicted_loss_is_found(problem: Problem, bounds: BoundTable) -> None:
+    """Among all assignments of models to segments at all distances that are tried."""
+    limit = 0.35 * problem.all_heavy
+    found = spaced_mixed(problem, bounds, limit)
+    assert found and all(problem.price(s) <= limit * (1 + 2 * SLACK) for s in found)
+    tried = [
+        Schedule.parse(f"cells({' '.join(models)}) spaced:{d}")
+        for models in itertools.product(problem.models, repeat=SEGMENTS)
+        for d in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)
+        if len(set(models)) > 1
+    ]
+    within = [s for s in tried if problem.price(s) <= limit]
+    best = min(predicted_bound(problem, bounds, s).nats_N.mean() for s in within)
+    assert predicted_bound(problem, bounds, found[0]).nats_N.mean() == pytest.approx(best, abs=0.02)
+
+
+def test_a_prediction_is_the_bound_of_single_positions_and_the_pairs(problem: Problem, bounds: BoundTable) -> None:
+    spaced = predicted_bound(problem, bounds, Schedule.parse("1b:50% 3b:50% spaced:4"))
+    single = schedule_bound(bounds, Schedule.parse("1b:50% 3b:50%"), float("inf"))
+    np.testing.assert_allclose(spaced.nats_N - single.nats_N, LENGTH * spacing_loss(TABLE, Spacing(4), LENGTH))
+    assert spaced.bits == pytest.approx(spaced.nats_N.mean() / LENGTH / np.log(2))
+
+
+def test_scores_of_spaced_schedules_are_those_of_independent_runs(problem: Problem, family: Family) -> None:
+    schedules = [Schedule.parse(text) for text in ("1b:40% 3b:60% spaced:4", "3b:100% spaced:4", "1b:4 3b:12")]
+    trials = problem.trials
+    found = trials.scores(schedules, 6)
+    for schedule, log_n in zip(schedules, found, strict=True):
+        alone = sample(family, schedule, 6, seed=5, batch_size=8)
+        wanted = log_perplexity(score(load_judge(None, family), alone.tokens))
+        np.testing.assert_allclose(log_n, wanted, rtol=1e-12)
+        assert trials.needed(schedule, 0, 6) == {name: c for name, c in alone.cost.calls.items() if c}
+    together = trials.expected_calls(schedules[:2])
+    each = sum(trials.expected_calls([s]) for s in schedules[:2])
+    assert together == pytest.approx(each)  # their first calls go to different models
+    assert trials.expected_calls(schedules[1:2]) == pytest.approx(
+        sum(trials.needed(schedules[1], 0, 64).values()) / 64, abs=0.3
+    )
+
+
+def test_a_family_keeps_its_table_and_a_search_uses_it(family: Family, tmp_path: Path) -> None:
+    folder = tmp_path / "f"
+    save_family(folder, family.models, family.tokenizer, length=LENGTH, judge=family.judge)  # type: ignore[arg-type]
+    assert family_pairs(Family.load(folder)) is None
+    spacing = keep_pairs(folder, TABLE)
+    stored = Family.load(folder)
+    kept = family_pairs(stored)
+    assert kept is not None and kept.to_json() == TABLE.to_json()
+    assert spacing == default_spacing(TABLE, LENGTH) and stored.meta["spacing"] == str(spacing)
+    text = np.random.default_rng(0).integers(0, 27, (8, LENGTH))
+    found = search(stored, budget="60%", quick=True, text=text, segments=SEGMENTS, progress=False)
+    spaced = [row for row in found["bounds"] if "spaced" in row["schedule"]]
+    assert {"rival"} <= {row["kind"] for row in spaced} <= {"rival", "mixed"}
+    assert all(row["saved"] >= 0.6 - 1e-9 for row in spaced)
+
+
+def test_blocks_do_not_price_spaced_plans(family: Family, problem: Problem) -> None:
+    with pytest.raises(UserError, match="blocks"):
+        counted = prices(family, "blocks", LENGTH, LENGTH)
+        problem_in_blocks = Problem(
+            family, problem.trials, "1b", "3b", family.names, LENGTH, SEGMENTS, (), "blocks", counted,
+            np.array([LENGTH]), pairs=TABLE,
+        )  # fmt: skip
+        assert not problem_in_blocks.spaced
+        problem_in_blocks.price(Schedule.parse("3b:100% spaced:4"))
