@@ -27,13 +27,11 @@ def run(args: argparse.Namespace) -> tools.Result:
     from relaylm.measure.likelihood import bound
 
     family = tools.load_family(args)
-    family.check_names([args.model] if args.model else [])
+    one = [] if args.model is None else [family.named(args.model)]
     rows = tools.token_rows(family, args.text, family.length, args.rows)
     options = {"draws": args.draws, "seed": args.seed, "device": family.device}
     result: dict[str, Any] = {}
-    for name in (
-        () if args.schedule is not None or args.rule is not None else [args.model] if args.model else family.names
-    ):
+    for name in () if args.schedule is not None or args.rule is not None else one or family.names:
         if family.block_length:
             result[name] = of_schedule(args, family, rows, options, f"{name}:100%", math.inf)[1].to_json()
             continue
@@ -53,13 +51,11 @@ def of_schedule(
 ) -> tuple[str, Any]:
     """The schedule with its models' names, and its bound, which is shown; in `default` steps unless it says how many,
     or the user, or the rule."""
-    from relaylm.core.schedule import Schedule
     from relaylm.measure.plan_likelihood import plan_bound
     from relaylm.measure.schedule_likelihood import measure_table, schedule_bound
     from relaylm.sampling.rules import parse_rule
 
-    schedule = Schedule.parse(typed).bind(*family.roles())
-    family.check_names(schedule.models)
+    schedule = family.bind(typed, *family.roles())
     models = {name: family[name] for name in schedule.models}
     if schedule.spacing is not None or args.rule is not None or family.block_length:
         rule = None if args.rule is None else parse_rule(args.rule)

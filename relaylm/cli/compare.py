@@ -45,5 +45,5 @@ def run(args: argparse.Namespace) -> tools.Result:
     if args.plot is not None:
         from relaylm.show.figures import plot_compare
 
-        tools.note(f"drawn: {plot_compare(result, args.plot)}")
+        tools.draw_last(args, lambda: plot_compare(result, args.plot))
     return tools.with_provenance(result, family, args)

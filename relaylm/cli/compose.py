@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> tools.Result:
         raise UserError(f"{args.recorded} is not what `relaylm compose --json` writes")
     tools.show(args, view.render(result))
     if args.plot is not None:
-        tools.note(f"drawn: {', '.join(map(str, view.plot(result, args.plot)))}")
+        tools.draw_last(args, lambda: view.plot(result, args.plot))
     if args.markdown is not None:
         tools.note(f"written: {view.put_into(result, args.markdown)}")
     return result

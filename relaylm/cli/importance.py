@@ -38,5 +38,5 @@ def run(args: argparse.Namespace) -> tools.Result:
     if args.plot is not None:
         from relaylm.show.figures import plot_importance
 
-        tools.note(f"drawn: {plot_importance(result, args.plot)}")
+        tools.draw_last(args, lambda: plot_importance(result, args.plot))
     return tools.with_provenance(result, family, args)

@@ -5,15 +5,16 @@ from pathlib import Path
 
 from relaylm.cli import tools
 from relaylm.errors import UserError
+from relaylm.tables import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags."""
-    parser.add_argument("folder", nargs="*", help="folders to look for families in (default: the current one)")
+    parser.add_argument("folder", nargs="*", help="folders to look for families under (default: the current one)")
 
 
 def run(args: argparse.Namespace) -> tools.Result:
-    """List what can be named without a path, and the families in folders."""
+    """List what can be named without a path, and the families under folders."""
     from relaylm.core.schedule import hand_made
     from relaylm.models.load import list_families
     from relaylm.train.recipe import load_preset, presets
@@ -27,12 +28,20 @@ def run(args: argparse.Namespace) -> tools.Result:
         "presets": {name: load_preset(name).description for name in presets()},
         "default": tools.default_family(None),
     }
-    lines = ["families"]
+    rows = []
     for entry in found["families"]:
-        about = entry["error"] or f"{', '.join(entry['models'])}; length {entry['length']}"
-        lines.append(f"  {entry['source']}{' (bundled)' if entry['bundled'] else ''}: {about}")
-    lines += ["schedules (any other: see relaylm sample --help)"]
-    lines += [f"  {name}: {text}" for name, text in found["schedules"].items()]
-    lines += ["presets for relaylm train", *(f"  {name}: {text}" for name, text in found["presets"].items())]
-    tools.show(args, "\n".join(lines))
+        where = "bundled" if entry["bundled"] else ""
+        where = ", ".join(filter(None, (where, "default" if entry["source"] == found["default"] else "")))
+        sizes = (
+            "" if entry["error"] else ", ".join(f"{name} {size / 1e6:.3g}M" for name, size in entry["sizes"].items())
+        )
+        rows.append([entry["source"], entry["error"] or sizes, "" if entry["error"] else str(entry["length"]), where])
+    head = ["families", "models and their parameters", "length", ""]
+    parts = [table(head, rows, text=(0, 1, 3))]
+    parts.append(
+        table(["schedules by name", "the same in shares"], [*map(list, found["schedules"].items())], text=(0, 1))
+    )
+    known = [list(item) for item in found["presets"].items()]
+    parts.append(table(["presets for relaylm train", "what to expect"], known, text=(0, 1)))
+    tools.show(args, "\n\n".join(parts))
     return found

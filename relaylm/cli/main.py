@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,12 +24,13 @@ from typing import Any, NoReturn
 from relaylm import __version__
 from relaylm.cli.options import add_shared
 from relaylm.cli.tools import check_writable, note, write_text
-from relaylm.errors import UserError, reason
+from relaylm.errors import UserError, meant, reason
 
 COMMANDS = (
     *("sample", "info", "ls", "compare", "compose", "cost", "importance", "pairs", "search"),
     *("prepare", "train", "lighten", "bound", "convert", "serve", "bench", "reproduce", "demo"),
 )
+COMPLETION = 'print completion for a shell; in bash: eval "$(relaylm --completion bash)"'
 DESCRIPTION = """\
 Masked diffusion language models whose denoisers take turns.
 
@@ -44,6 +45,19 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
+class _Completion(argparse.Action):
+    """Print the completion of a shell, made from the parser itself."""
+
+    def __call__(self, parser: argparse.ArgumentParser, args: Any, shell: Any, option: str | None = None) -> None:
+        """Print and exit."""
+        try:
+            import shtab
+        except ImportError:
+            raise UserError("shell completion needs shtab: `pip install relaylm[completion]`") from None
+        print(shtab.complete(build_parser(), shell=shell))
+        parser.exit()
+
+
 class _Help(argparse.RawDescriptionHelpFormatter):
     """Help with the default of every flag that has a value."""
 
@@ -56,6 +70,7 @@ def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     """The parser of commands, whose modules are imported. `docs/reference.md` is made from that of all commands."""
     parser = _Parser(prog="relaylm", description=DESCRIPTION, formatter_class=_Help)
     parser.add_argument("--version", action="version", version=f"relaylm {__version__}")
+    parser.add_argument("--completion", action=_Completion, choices=("bash", "zsh", "tcsh"), help=COMPLETION)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     for name in names:
         module = import_module(f"relaylm.cli.{name}")
@@ -76,7 +91,7 @@ def apply_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.N
     config = finder.parse_known_args(argv)[0].config
     commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
     if config is None or not argv or argv[0] not in commands:
-        return parser.parse_args(argv)
+        return _parsed(parser, commands, argv)
     path = Path(config).expanduser()
     try:
         values = tomllib.loads(path.read_text())
@@ -88,7 +103,8 @@ def apply_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.N
     for name, value in values.items():
         action = known.get(name.replace("_", "-"))
         if action is None:
-            raise UserError(f"{path} sets {name!r}, which relaylm {argv[0]} does not have: {', '.join(known)}")
+            hint = meant(name.replace("_", "-"), known) or ":"
+            raise UserError(f"{path} sets {name!r}, which relaylm {argv[0]} does not have{hint} {', '.join(known)}")
         flag = action.option_strings[-1]
         if isinstance(action, argparse._StoreTrueAction):
             if not isinstance(value, bool):
@@ -99,7 +115,18 @@ def apply_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.N
         else:
             words += [f"{flag}={','.join(map(str, value)) if isinstance(value, list) else value}"]
     # The command line comes last, so it wins.
-    return parser.parse_args([argv[0], *words, *argv[1:]])
+    return _parsed(parser, commands, [argv[0], *words, *argv[1:]])
+
+
+def _parsed(parser: argparse.ArgumentParser, commands: Mapping[str, Any], argv: list[str]) -> argparse.Namespace:
+    """The flags; one that the command does not have is an error with the nearest that it has."""
+    args, unknown = parser.parse_known_args(argv)
+    if not unknown:
+        return args
+    flags = [flag for action in commands[args.command]._actions for flag in action.option_strings if flag[:2] == "--"]
+    word = next((word for word in unknown if word.startswith("-")), unknown[0])
+    hint = meant(word.partition("=")[0], flags)
+    raise UserError(f"unrecognized arguments: {' '.join(unknown)}{hint} (see {parser.prog} {args.command} --help)")
 
 
 def write_json(path: str, value: Any) -> None:
@@ -124,13 +151,18 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = None
     try:
+        if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
+            hint = meant(argv[0], COMMANDS) or ";"
+            raise UserError(f"there is no command {argv[0]!r}{hint} the commands are {', '.join(COMMANDS)}")
         args = apply_config(build_parser(argv[:1] if argv and argv[0] in COMMANDS else COMMANDS), argv)
         if args.json is not None:
             check_writable(args.json)
         result = args.run(args)
         if args.json is not None and os.environ.get("RANK", "0") == "0":
-            config = {key: value for key, value in vars(args).items() if key not in ("run", "json", "config")}
+            config = {key: value for key, value in vars(args).items() if key not in ("run", "json", "config", "last")}
             write_json(args.json, {"relaylm": __version__, "config": config, **result})
+        for draw in getattr(args, "last", ()):  # pictures: what they show is already written
+            draw()
     except UserError as error:
         note(f"relaylm: {error}")
         return 2

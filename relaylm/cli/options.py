@@ -74,7 +74,7 @@ SHARED = {
 }
 
 
-def add_shared(parser: argparse.ArgumentParser, names: str, **texts: str) -> None:
+def add_shared(parser: argparse._ActionsContainer, names: str, **texts: str) -> None:
     """Add flags of `SHARED`, some with another help text."""
     for name in names.split():
         words = ["-T", "--steps"] if name == "steps" else [f"--{name}"]

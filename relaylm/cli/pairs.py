@@ -32,10 +32,9 @@ def run(args: argparse.Namespace) -> tools.Result:
 
     tools.check_plot(args.plot)
     family = tools.load_family(args)
-    name, length = args.model or family.roles()[1], args.length or family.length
+    name, length = family.named(args.model or family.heavy), args.length or family.length
     if args.keep and (family.stored is None or name != family.roles()[1] or length != family.length):
         raise UserError("a family in a folder keeps the table of its heavy model at its own length: leave both out")
-    family.check_names((name,))
     if args.samples:
         from relaylm.sampling.sample import sample
 
@@ -72,5 +71,5 @@ def run(args: argparse.Namespace) -> tools.Result:
     if args.plot is not None:
         from relaylm.show.figures import plot_pairs
 
-        tools.note(f"drawn: {plot_pairs(result, args.plot)}")
+        tools.draw_last(args, lambda: plot_pairs(result, args.plot))
     return result

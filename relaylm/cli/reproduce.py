@@ -3,10 +3,13 @@ Example: relaylm reproduce --scale cpu --out reproduce
 """
 
 import argparse
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from relaylm.cli import tools
 from relaylm.cli.options import add_shared
+from relaylm.tables import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tools.Result:
     """Run the experiments and show the verdicts."""
     from relaylm.models.family import Family
-    from relaylm.studies.paper.reproduce import reproduce
+    from relaylm.studies.paper.reproduce import judge_all, load_all, reproduce
 
     def load(source: str | None) -> Any:
         return None if source is None else Family.load(source, device=args.device)
@@ -43,7 +46,13 @@ def run(args: argparse.Namespace) -> tools.Result:
     for name, item in result["experiments"].items():
         if item["status"] == "not run":
             tools.note(f"{name} was not run: {item['reason']}")
-    width = max(len(claim["claim"]) for claim in result["claims"])
-    lines = [f"{claim['claim']:<{width}}  {claim['verdict']}" for claim in result["claims"]]
+    here = {v.claim.name: [asdict(finding) for finding in v.findings] for v in judge_all(load_all(Path(args.out)))}
+    rows = []
+    for claim in result["claims"]:
+        claim["recorded"] = claim["findings"] != here[claim["claim"]]
+        rows.append([claim["claim"], claim["verdict"], "recorded" if claim["recorded"] else ""])
+    lines = [table(["claim", "verdict", "data"], rows, text=(0, 1, 2))]
+    if any(claim["recorded"] for claim in result["claims"]):
+        lines.append("recorded: rests at least in part on results kept with the project, not on this run")
     tools.show(args, "\n".join([*lines, f"the report is {result['report']}"]))
     return result

@@ -12,37 +12,57 @@ from relaylm.cli.options import add_shared, positive
 from relaylm.errors import UserError
 
 SCHEDULE_HELP = """model schedule, from the fully masked end: counts "L32 H192 L32", shares "L12.5%%
-H75%% L12.5%%", model names "4b:32 12b:192 4b:32", step grids "L8@25%% H200@65%% L8@10%%", segment bits 1000000111, or
+H75%% L12.5%%", model names "d4:32 d12:192 d4:32", step grids "L8@25%% H200@65%% L8@10%%", segment bits 1000000111, or
 heavy, light, quarter:1, sandwich:25%%, small-first:25%%, interleaved:25%%, random:7:25%%; @FILE reads it from a file"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags."""
-    add = parser.add_argument
-    add_shared(parser, "family")
-    add("--schedule", default="heavy", help=SCHEDULE_HELP)
-    add("-n", "--n", type=positive, default=1, help="number of samples")
-    add_shared(parser, "steps", steps="denoising steps, or inf (default: the family's spacing, else the length)")
-    add("--spacing", help="a call writes positions at least so far apart, instead of steps: 16, or 16:prefix")
-    add("--spread", action="store_true", help="choose the spacing that makes about --steps calls")
-    add_shared(parser, "length")
-    add("--prompt", help="text at the front, kept as it is")
-    add("--suffix", help="text at the end, kept as it is")
-    add("--infill", help="text with one _ for each position to be written")
-    add("--max-new-tokens", type=positive, help="positions to write after the prompt (default: up to the length)")
-    add("--stop", help="cut each text at this string, after sampling")
-    add("--chat", action="store_true", help="put the prompt into the model's chat template; show the answer")
-    add("--temperature", type=float, default=1.0, help="other than 1 changes the law of the samples")
-    add("--top-p", type=float, help="nucleus; changes the law of the samples (default: all tokens)")
-    add("--top-k", type=positive, help="the k likeliest tokens; changes the law of the samples (default: all tokens)")
-    add("--rule", help="decoding rule: ancestral, low-confidence, dream-entropy, threshold:0.9... (default: ancestral)")
-    add("--block-length", type=positive, help="write in blocks of so many positions, with some rules (default: one)")
-    add("--stride", type=positive, help="go on past the family's length, to --length, in windows that move by this")
-    add_shared(parser, "light heavy batch-size dtype cluster")
-    add("--watch", action="store_true", help="play the denoising in the terminal")
-    add("--svg", metavar="FILE", help="draw the first sample, in the colours of the models that wrote it")
-    add("--html", metavar="FILE", help="write a page that plays the denoising of the samples in a browser")
-    add_shared(parser, "seed device")
+    parser.usage = "%(prog)s [--prompt TEXT] [--schedule SCHEDULE] [-n N] [--watch] [OPTION ...]"
+    group = parser.add_argument_group("what is written")
+    group.add_argument("--prompt", metavar="TEXT", help="text at the front, kept as it is (default: none)")
+    group.add_argument("--suffix", metavar="TEXT", help="text at the end, kept as it is (default: none)")
+    group.add_argument("--infill", metavar="TEXT", help="text with one _ for each position to be written")
+    group.add_argument("-n", "--n", type=positive, default=1, help="number of samples")
+    add_shared(group, "length")
+    group.add_argument(
+        "--max-new-tokens",
+        type=positive,
+        metavar="N",
+        help="so many after the prompt (default: up to the length)",
+    )
+    stride = "go on past the family's length, to --length, in windows that move by this (default: one window)"
+    group.add_argument("--stride", type=positive, help=stride)
+    group.add_argument("--stop", metavar="TEXT", help="cut each text at this string, after sampling (default: none)")
+    group.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    add_shared(group, "seed")
+    group = parser.add_argument_group("who computes, and what one call writes")
+    add_shared(group, "family")
+    group.add_argument("--schedule", default="heavy", help=SCHEDULE_HELP)
+    add_shared(group, "light heavy steps", steps="denoising steps, or inf (default: a spacing, else the length)")
+    spacing = "a call writes positions so far apart, instead of steps: 16, or 16:prefix (default: the family's own)"
+    group.add_argument("--spacing", help=spacing)
+    group.add_argument("--spread", action="store_true", help="choose the spacing that makes about --steps calls")
+    rule = "decoding rule: ancestral, low-confidence, dream-entropy, threshold:0.9... (default: ancestral)"
+    group.add_argument("--rule", help=rule)
+    group.add_argument(
+        "--block-length",
+        type=positive,
+        metavar="N",
+        help="blocks of N positions, with some rules (default: one)",
+    )
+    group = parser.add_argument_group("how tokens are drawn (each of these changes the law of the samples)")
+    group.add_argument(
+        "--temperature", type=float, default=1.0, help="below 1: likelier tokens; 0, with a rule: the likeliest"
+    )
+    group.add_argument("--top-p", type=float, help="the nucleus of this probability (default: all tokens)")
+    group.add_argument("--top-k", type=positive, help="the k likeliest tokens (default: all tokens)")
+    group = parser.add_argument_group("what is shown")
+    group.add_argument("--watch", action="store_true", help="play the denoising slowly enough to follow")
+    group.add_argument("--svg", metavar="FILE", help="draw the first sample, in its writers' colours")
+    group.add_argument("--html", metavar="FILE", help="write a page that plays the denoising in a browser")
+    group = parser.add_argument_group("where it runs")
+    add_shared(group, "device dtype batch-size cluster")
 
 
 def run(args: argparse.Namespace) -> tools.Result:
@@ -59,7 +79,7 @@ def run(args: argparse.Namespace) -> tools.Result:
         rule = parse_rule(args.rule, args.block_length)
     family = tools.load_family(args)
     light, heavy = family.roles(args.light, args.heavy)
-    bound = schedule.bind(light, heavy)
+    bound = family.bind(schedule, light, heavy)
     if args.chat:
         from relaylm.convert import chat_prompt
 

@@ -1,6 +1,7 @@
 """The best schedule within a budget. Example: relaylm search --budget 25% --json best.json"""
 
 import argparse
+import shlex
 
 from relaylm.cli import tools
 from relaylm.cli.options import add_shared, at_least_2, natural, positive, seconds_type
@@ -60,7 +61,9 @@ def run(args: argparse.Namespace) -> tools.Result:
     if args.csv is not None:
         tools.write_text(args.csv, to_csv(result))
     if args.plot is not None:
-        tools.note(f"drawn: {plot_search(result, args.plot)}")
+        tools.draw_last(args, lambda: plot_search(result, args.plot))
+    result["family"]["source"] = tools.family_source(args.family)
     if args.json not in (None, "-"):
-        tools.note(f"to use it: relaylm sample --schedule @{args.json}")
+        length = () if args.length is None else ("--length", str(args.length))
+        tools.note(f"to use it: {shlex.join(('relaylm', 'sample', '--schedule', f'@{args.json}', *length))}")
     return tools.with_provenance(result, family, args)

@@ -4,6 +4,8 @@ import argparse
 import contextlib
 import os
 import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +82,23 @@ def load_family(args: argparse.Namespace) -> Any:
     """The family of --family, on --device, in --dtype."""
     from relaylm.models.family import Family
 
-    return Family.load(default_family(args.family), device=args.device, dtype=getattr(args, "dtype", None))
+    source = args.family or _remembered(getattr(args, "schedule", None))
+    return Family.load(default_family(source), device=args.device, dtype=getattr(args, "dtype", None))
+
+
+def _remembered(schedule: str | None) -> str | None:
+    """The family that a schedule was found for, where it is the @FILE that `relaylm search --json` wrote."""
+    if schedule is None or not schedule.startswith("@") or not read_file(schedule[1:]).lstrip().startswith("{"):
+        return None
+    family = read_object(Path(schedule[1:]).expanduser()).get("family")
+    source = family.get("source") if isinstance(family, dict) else None
+    return source if isinstance(source, str) else None
+
+
+def family_source(source: str | None) -> str:
+    """The family as a later command finds it, from any folder."""
+    name = default_family(source)
+    return str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else name
 
 
 def open_workers(family: Any, address: str | None) -> Any:
@@ -119,17 +137,32 @@ def check_writable(path: str | None) -> None:
 
 
 def check_plot(path: str | None) -> None:
-    """Refuse a figure that could not be written."""
+    """Refuse a figure that could not be drawn or written."""
     if path is not None and Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UserError(f"cannot draw {path}: the name must end in .png, .svg or .pdf")
+    if path is not None and find_spec("matplotlib") is None:
+        raise UserError("figures need matplotlib: `pip install relaylm[report]`")
     check_writable(path)
+
+
+def draw_last(args: argparse.Namespace, draw: Callable[[], Any]) -> None:
+    """Have a figure drawn once the command's result is written; `draw` returns the files."""
+
+    def drawn() -> None:
+        files = draw()
+        for file in files if isinstance(files, list | tuple) else [files]:
+            note(f"written: {file}")
+
+    args.last = [*getattr(args, "last", ()), drawn]
 
 
 def write_text(path: str, text: str) -> None:
     """Write a file whole or not at all. A link is followed; a pipe or a device is written to, not replaced."""
     target = Path(os.path.realpath(Path(path).expanduser()))
     if not target.exists() or target.is_file():
-        return atomic_write(target, text)
+        atomic_write(target, text)
+        note(f"written: {path}")
+        return
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -25,12 +25,13 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from relaylm.errors import UserError
+from relaylm.errors import UserError, meant
 
 LIGHT, HEAVY = "L", "H"
 MAX_DENOMINATOR = 10**18  # keeps every number printable; 1/2**59 takes 57 decimals as a percentage
 # No models' names: `sandwich:25%` is not a segment.
 RESERVED = ("quarter", "sandwich", "small-first", "interleaved", "random", "cells", "spaced")
+NAMES = ("heavy", "light", *RESERVED)  # of schedules and what belongs to them
 FORMS = (
     "L125 H750 L125, 4b:125 12b:750 4b:125, L12.5% H75% L12.5%, L8@25% H200@65% L8@10%, 1000000111, "
     "cells(4b 8b 12b), heavy, light, quarter:1..4, sandwich[:SHARE], small-first[:SHARE], interleaved[:SHARE], "
@@ -155,7 +156,8 @@ def _segments(tokens: Sequence[str], text: str) -> list[Part]:
     for token in tokens:
         if (match := _segment_re.fullmatch(token)) is None:
             where = "" if token == text else f" in {shown(text)}"
-            raise UserError(f"cannot read {shown(token)}{where} as a schedule: write {FORMS}")
+            hint = meant(token.partition(":")[0], NAMES) or ":"
+            raise UserError(f"cannot read {shown(token)}{where} as a schedule{hint} write {FORMS}")
         role, name, amount, time = match.groups()
         steps = int(amount) if amount.isdigit() else parse_share(amount)
         parts.append((role or name, steps, None if time is None else parse_share(time)))

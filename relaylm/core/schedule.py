@@ -26,7 +26,7 @@ from typing import Any
 
 from relaylm.core import notation
 from relaylm.core.notation import HEAVY, LIGHT, MAX_DENOMINATOR, RESERVED, parse_share, share_text, shown
-from relaylm.errors import UserError
+from relaylm.errors import UserError, meant
 
 MAX_STEPS, MAX_DISTANCE = 10_000_000, 1_000_000
 SPACING_FORMS = ("sets", "prefix")
@@ -215,7 +215,8 @@ class Schedule:
         if self.steps is not None and self.steps > MAX_STEPS:
             raise UserError(f"the steps add up to {self.steps}, but at most {MAX_STEPS} are possible")
         if self.steps is None and (total := sum((Fraction(segment.steps) for segment in segments), Fraction(0))) != 1:
-            raise UserError(f"the shares of steps add up to {shown(total)}, but must be exactly 100%")
+            hint = next(filter(None, (meant(segment.model, notation.NAMES) for segment in segments)), "")
+            raise UserError(f"the shares of steps add up to {shown(total)}, but must be exactly 100%{hint}")
         if timed and (total := sum(timed, Fraction(0))) != 1:
             raise UserError(f"the shares of time add up to {shown(total)}, but must be exactly 100%")
 

@@ -223,9 +223,7 @@ def _pairs(family: Family, pairs: Sequence[tuple[str, str]] | str | None) -> lis
     elif isinstance(pairs, str):
         raise UserError(f"{pairs!r} are not pairs: write all, or list (light, heavy) names")
     else:
-        found = [(str(light), str(heavy)) for light, heavy in pairs]
-    for pair in found:
-        family.check_names(pair)
+        found = [(family.named(str(light)), family.named(str(heavy))) for light, heavy in pairs]
     if not found:
         raise UserError("there is no pair to compare: the family has a single model")
     return list(dict.fromkeys(found))
@@ -282,6 +280,8 @@ def render(result: Mapping[str, Any]) -> str:
         columns["95%"] = [_span(ci, ".4f") for ci in pair["kl_ci"]]
         if relative is not None:
             columns["relative"] = [_number(value) for value in relative]
+        # Own samples have no true tokens and so no losses; one row has no interval.
+        columns = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
         lines += [table(list(columns), list(zip(*columns.values(), strict=True)), text=()), ""]
     return "\n".join(lines).rstrip()
 

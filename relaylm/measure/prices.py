@@ -89,9 +89,7 @@ def cost_table(
     A unit that is not known (a denoiser that does not say its depth, no energy counter) is None. `on_models(done,
     total)` receives progress."""
     light, heavy = family.roles(light, heavy)
-    bound = [(Schedule.parse(s) if isinstance(s, str) else s).bind(light, heavy) for s in schedules]
-    for schedule in bound:
-        family.check_names(schedule.models)
+    bound = [family.bind(schedule, light, heavy) for schedule in schedules]
     length = length or family.length
     if not 1 <= length <= family.length:
         raise UserError(f"length {length} is not from 1 to the family's {family.length}")

@@ -63,9 +63,7 @@ def contenders(
     """What was asked for, in order; then the light and the heavy model; then the rivals of each mixed schedule."""
     asked = []
     for item in schedules:
-        schedule = (Schedule.parse(item) if isinstance(item, str) else item).bind(light, heavy)
-        family.check_names(schedule.models)
-        asked.append((item if isinstance(item, str) else str(item), schedule))
+        asked.append((str(item), family.bind(item, light, heavy)))
     counts = [schedule.steps for _, schedule in asked if schedule.steps is not None]
     base = steps if steps is not None else counts[0] if counts else given_nL.shape[1]
     entries: list[Entry] = []

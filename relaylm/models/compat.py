@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from relaylm.core import notation
-from relaylm.errors import UserError
+from relaylm.errors import UserError, meant
 from relaylm.models.denoiser import Denoiser, Transformer
 from relaylm.models.tokenizer import Tokenizer
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Model names that mean something else in a schedule or in the folder.
 RESERVED = (notation.LIGHT, notation.HEAVY, "light", "heavy", *notation.RESERVED, "judge", "twins")
+SCHEDULES = ("heavy", "light", *notation.RESERVED[:-1])  # schedules by name, which a wrong model name may be meant as
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -74,7 +75,16 @@ def check_known(names: Iterable[str], models: Mapping[str, Any]) -> None:
     """Refuse a name that no model of the family has."""
     for name in names:
         if name not in models:
-            raise UserError(f"there is no model {name!r} in this family: it has {', '.join(models)}")
+            hint = meant(name, [*models, *SCHEDULES]) or ":"
+            raise UserError(f"there is no model {name!r} in this family{hint} it has {', '.join(models)}")
+
+
+def other_spelling(name: str, models: Mapping[str, Any]) -> str:
+    """The name of a model that is asked for by its depth in the other way of writing it, `4b` for `d4` and the reverse,
+    where the family has no model of that very name; else the name as it is."""
+    depth = re.fullmatch(r"d([0-9]+)|([0-9]+)b", name)
+    other = "" if depth is None else f"{depth[1]}b" if depth[1] else f"d{depth[2]}"
+    return other if name not in models and other in models else name
 
 
 def check_together(numbers: Mapping[str, tuple[int, int]]) -> None:

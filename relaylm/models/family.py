@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.files import read_bytes
-from relaylm.models.compat import check_known, check_models, pick_device, pick_dtype, place
+from relaylm.models.compat import check_known, check_models, other_spelling, pick_device, pick_dtype, place
 from relaylm.models.denoiser import Denoiser, Transformer
 from relaylm.models.folder import CARD, HELDOUT, MANIFEST, load_network, read_manifest, refuse_pickles, save_family
 from relaylm.models.load import locate, on_disk
@@ -71,8 +72,22 @@ class Family:
         return tuple(self.models)
 
     def __getitem__(self, name: str) -> Denoiser:
-        self.check_names((name,))
+        name = self.named(name)
         return self.models[name]
+
+    def named(self, name: str) -> str:
+        """The name of one of the models; `4b` and `d4` both find the one of four blocks."""
+        name = other_spelling(name, self.models)
+        self.check_names((name,))
+        return name
+
+    def bind(self, schedule: str | Schedule, light: str, heavy: str) -> Schedule:
+        """A schedule with names of this family's models in place of roles and of other spellings."""
+        parsed = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
+        bound = parsed.bind(light, heavy)
+        names = {name: self.named(name) for name in bound.models}
+        segments = tuple(dataclasses.replace(segment, model=names[segment.model]) for segment in bound.segments)
+        return dataclasses.replace(bound, segments=segments)
 
     def check_names(self, names: Iterable[str]) -> None:
         """Refuse a name that no model of the family has."""
@@ -80,9 +95,7 @@ class Family:
 
     def roles(self, light: str | None = None, heavy: str | None = None) -> tuple[str, str]:
         """The names that L and H stand for: the given ones, else the family's own."""
-        names = light or self.light, heavy or self.heavy
-        self.check_names(names)
-        return names
+        return self.named(light or self.light), self.named(heavy or self.heavy)
 
     def batch_size(self, n: int, length: int) -> int:
         """The default number of rows in a call, at most n.

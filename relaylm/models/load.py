@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from relaylm.core import cost
-from relaylm.errors import UserError, reason
+from relaylm.errors import UserError, meant, reason
 from relaylm.files import backup
 from relaylm.models.denoiser import Architecture
 from relaylm.models.folder import MANIFEST, files_of, read_manifest
@@ -52,7 +52,8 @@ def locate(source: str | Path, revision: str | None = None) -> Path:
     if isinstance(source, str) and _HUB_ID.fullmatch(text):
         return download(text, revision, HUB_FILES)
     known = f"the bundled families are {', '.join(bundled())}" if bundled() else "no families are bundled"
-    raise UserError(f"there is no family {text!r}: no such folder, {known}, and a hub id is written owner/name")
+    hint = meant(text, bundled()) or ":"
+    raise UserError(f"there is no family {text!r}{hint} no such folder, {known}, and a hub id is written owner/name")
 
 
 def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
@@ -108,13 +109,14 @@ def describe(source: str | Path) -> dict[str, Any]:
 
 
 def list_families(*places: str | Path) -> list[dict[str, Any]]:
-    """What `relaylm ls` shows: the bundled families, and those directly inside each of `places` (the current folder if
-    none is given). A folder that cannot be read is listed with its error."""
+    """What `relaylm ls` shows: the bundled families, and those under each of `places` (the current folder if none is
+    given), three folders deep. A folder that cannot be read is listed with its error."""
     found: dict[Path, str] = {BUNDLED / name: name for name in bundled()}
     for outer in places or (Path("."),):
         root = Path(outer).expanduser()
-        for manifest in (root / MANIFEST, *sorted(root.glob(f"*/{MANIFEST}"))):
-            if manifest.is_file() and not manifest.parent.name.startswith("."):
+        for manifest in sorted(path for depth in range(4) for path in root.glob(f"{depth * '*/'}{MANIFEST}")):
+            hidden = any(part.startswith(".") for part in manifest.relative_to(root).parts)
+            if not hidden and manifest.is_file() and BUNDLED.resolve() not in manifest.resolve().parents:
                 found.setdefault(manifest.parent, str(manifest.parent))
     listed = []
     for folder, source in found.items():
@@ -123,6 +125,7 @@ def list_families(*places: str | Path) -> list[dict[str, Any]]:
             about = describe(folder)
             keys = ("name", "length", "vocab_size", "bytes", "missing")
             entry |= {key: about[key] for key in keys} | {"models": list(about["models"]), "error": None}
+            entry["sizes"] = {name: model["parameters"] for name, model in about["models"].items()}
         except UserError as error:
             entry["error"] = str(error)
         listed.append(entry)

@@ -75,7 +75,7 @@ import torch
 from torch import Tensor
 
 from relaylm.core.plan import Plan, split_seed
-from relaylm.errors import UserError
+from relaylm.errors import UserError, meant
 from relaylm.kernels.draw import philox
 
 DREAM_EPS = 1e-3  # Dream's last time before 0
@@ -382,7 +382,8 @@ def parse_rule(text: str, block_length: int | None = None) -> Rule:
     name, *words = text.strip().split(":")
     rule = next((rule for rule in RULES if rule.name == name), None)
     if rule is None:
-        raise UserError(f"there is no decoding rule {name!r}; the rules are {NOTATION}")
+        hint = meant(name, [rule.name for rule in RULES]) or ";"
+        raise UserError(f"there is no decoding rule {name!r}{hint} the rules are {NOTATION}")
     try:
         numbers = [float(word) for word in words]
     except ValueError:

@@ -113,17 +113,7 @@ def pick_batch_size(family: Family, n: int, length: int, models: int) -> int:
 
 def _bound(family: Family, schedule: str | Schedule | Policy, light: str, heavy: str) -> Policy | Schedule:
     """A policy with the family's model names in it."""
-    if isinstance(schedule, str):
-        schedule = Schedule.parse(schedule)
-    if not isinstance(schedule, Schedule):
-        return schedule
-    schedule = schedule.bind(light, heavy)
-    if unknown := [name for name in schedule.models if name not in family.models]:
-        raise UserError(
-            f"there is no model {unknown[0]!r} in this family: it has {', '.join(family.names)}; schedules by name are "
-            "heavy, light, quarter:1, sandwich:25%, small-first:25%, interleaved:25%, random:7:25%"
-        )
-    return schedule
+    return family.bind(schedule, light, heavy) if isinstance(schedule, str | Schedule) else schedule
 
 
 def choose_spacing(

@@ -22,7 +22,7 @@ import numpy as np
 
 from relaylm.core import cost
 from relaylm.core.schedule import Schedule
-from relaylm.errors import UserError
+from relaylm.errors import UserError, meant
 from relaylm.measure import prices as pricing
 from relaylm.measure.evaluate import Workers, given_rows, open_store
 from relaylm.measure.judge import load_judge
@@ -167,7 +167,9 @@ def _check_question(
     method: str, budget: Any, max_loss: Any, light_segments: int | None, segments: int, quick: bool
 ) -> None:
     if method not in METHODS:
-        raise UserError(f"{method!r} is not a method of search: choose {', '.join(METHODS)}")
+        raise UserError(
+            f"{method!r} is not a method of search{meant(method, METHODS) or ':'} choose {', '.join(METHODS)}"
+        )
     if sum(option is not None for option in (budget, max_loss, light_segments)) > 1:
         raise UserError("say what may be spent in one way: a budget, a max_loss or light_segments")
     if method != "tune" and (max_loss is not None or quick):
@@ -183,7 +185,7 @@ def _models(
 ) -> tuple[str, str, tuple[str, ...]]:
     """What L and H stand for, and the models that may be used, light to heavy: two, by default, in an exhaustive search
     by light segments."""
-    family.check_names(models or ())
+    models = [family.named(name) for name in models or ()] or None
     if models:
         light = light or min(models, key=family.names.index)
         heavy = heavy or max(models, key=family.names.index)

@@ -122,9 +122,7 @@ def grow(
     each = [steps] * len(schedules) if steps is None or isinstance(steps, int | float) else list(steps)
     if len(each) != len(schedules):
         raise UserError(f"there are {len(schedules)} schedules but {len(each)} numbers of steps")
-    bound = [(Schedule.parse(item) if isinstance(item, str) else item).bind(light, heavy) for item in schedules]
-    for schedule in bound:
-        family.check_names(schedule.models)
+    bound = [family.bind(item, light, heavy) for item in schedules]
     tables = [_grid(item, T, plan.length, bound) for item, T in zip(bound, each, strict=True)]
     used = {name for table in tables for name in table.models}
     check_request({name: family.models[name] for name in used}, plan, family.mask_id, batch_size)

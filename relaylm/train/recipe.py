@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relaylm.errors import UserError
+from relaylm.errors import UserError, meant
 
 if TYPE_CHECKING:
     from relaylm.models.denoiser import Architecture
@@ -173,7 +173,9 @@ def load_preset(name_or_path: str | Path, **overrides: Any) -> Preset:
     if path.suffix != ".toml":
         path = PRESETS / f"{name_or_path}.toml"
         if not path.is_file():
-            raise UserError(f"there is no preset {str(name_or_path)!r}: choose {', '.join(presets())}, or a .toml file")
+            hint = meant(str(name_or_path), presets()) or ":"
+            choice = f"choose {', '.join(presets())}, or a .toml file"
+            raise UserError(f"there is no preset {str(name_or_path)!r}{hint} {choice}")
     try:
         tables = tomllib.loads(path.read_text())
     except OSError as error:

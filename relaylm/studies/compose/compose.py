@@ -94,9 +94,8 @@ def cells(
     """The grid. A rule is written as for `sample`, with @P after it for a nucleus; a rule that finds its own number of
     steps appears once for each of its numbers that is listed. The heavy model alone is always there."""
     labels = list(schedules or ["heavy", "sandwich:25%", "sandwich:50%", *_middle(family, light, heavy), "light"])
-    bound = {label: Schedule.parse(label).bind(light, heavy) for label in labels}
+    bound = {label: family.bind(label, light, heavy) for label in labels}
     for schedule in bound.values():
-        family.check_names(schedule.models)
         if schedule.steps is not None:
             raise UserError(f"the grid goes over several numbers of steps: write {schedule} in percent")
     if not any(schedule.models == (heavy,) for schedule in bound.values()):

@@ -1,0 +1,143 @@
+"""What a new user meets: slips of the pen, names in another spelling, printed commands, completion, files in order."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from search_oracle import small_family
+
+from relaylm import Architecture, Family, Schedule, Transformer, UserError, sample
+from relaylm.cli import main as cli
+from relaylm.cli import tools
+from relaylm.models.folder import save_family
+from relaylm.models.tokenizer import JsonTokenizer, Text8Tokenizer
+from relaylm.show.colours import END, pieces_of, readable
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("smaple", "sample"),
+        ("sample --promt x", "--prompt"),
+        ("sample --schedule sandwhich:25%", "sandwich"),
+        ("sample --schedule sandwhich", "sandwich"),
+        ("sample --schedule heavvy", "heavy"),
+        ("sample --family wiki-chr", "wiki-char"),
+        ("sample --rule low-confidnce", "low-confidence"),
+        ("train corpus out --preset tiny-cpv", "tiny-cpu"),
+        ("search exhaustiv", "exhaustive"),
+    ],
+)
+def test_the_nearest_word_is_offered(words: str, hint: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert f"did you mean {hint}?" in error and error.count("\n") == 1
+
+
+def test_nothing_like_it_is_not_offered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sample", "--family", "qqqqqq"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
+def network(depth: int) -> Transformer:
+    shape = Architecture(vocab_size=28, length=16, width=16, depth=depth, heads=2)
+    return Transformer(shape).initialise(torch.Generator().manual_seed(depth)).eval()
+
+
+def test_both_ways_of_writing_a_depth_find_the_model() -> None:
+    family = Family({"d1": network(1), "d2": network(2), "1b": network(1)}, 27, 28, 16)
+    assert family.named("2b") == "d2" and family["2b"] is family["d2"]
+    assert family.named("1b") == "1b" and family.named("d1") == "d1"  # a model of that very name comes first
+    assert family.bind("2b:25% d2:25% H50%", "1b", "d2") == Schedule.parse("d2:25% d2:25% d2:50%")
+    assert family.roles("d1", "2b") == ("d1", "d2")
+    old = Family({"4b": network(1), "x": network(2)}, 27, 28, 16)
+    assert (sample(old, "d4", seed=1, steps=4).tokens == sample(old, "4b", seed=1, steps=4).tokens).all()
+    for wrong in ("d3", "4", "b4", "4bb"):
+        with pytest.raises(UserError, match="there is no model"):
+            old.named(wrong)
+
+
+def test_the_end_of_a_text_is_readable() -> None:
+    import tokenizers
+
+    words = {"<|endoftext|>": 0, "a": 1, "b": 2}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+    backend.decoder = tokenizers.decoders.Fuse()
+    family: Any = Family({"m": network(1)}, 27, 28, 16, None)
+    assert readable(family, "x") == "x"
+    family.tokenizer = JsonTokenizer(backend.to_str())
+    assert pieces_of(family, np.array([1, 0, 2, 27])) == ["a", END, "b", "_"]
+    assert readable(family, "a<|endoftext|>b") == f"a{END}b"
+
+
+def test_results_are_written_before_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A figure that fails loses nothing, and a missing package is noticed before the work."""
+    monkeypatch.chdir(tmp_path)
+    words = ["importance", "--sequences", "4", "--timesteps", "2", "--plot", "i.png", "--json", "i.json"]
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no ink")
+
+    monkeypatch.setattr("relaylm.show.figures.plot_importance", fail)
+    assert cli.main(words) == 1
+    assert json.loads((tmp_path / "i.json").read_text())["pairs"]
+    monkeypatch.setattr(tools, "find_spec", lambda _: None)
+    monkeypatch.setattr(tools, "load_family", fail)
+    assert cli.main(words) == 2
+
+
+def test_a_found_schedule_is_used_as_the_hint_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command that search prints is pasted, without --family, from another folder."""
+    family = small_family()
+    monkeypatch.chdir(tmp_path)
+    family.save_pretrained("mine")
+    (tmp_path / "mine" / "heldout.txt").write_text("the history of the river " * 200)
+    words = ["search", "--family", "mine", "--budget", "20%", "--quick", "--json", "best.json", "--segments", "4"]
+    assert cli.main(words) == 0
+    error = capsys.readouterr().err
+    assert "written: best.json" in error
+    command = next(line for line in error.splitlines() if line.startswith("to use it: ")).removeprefix("to use it: ")
+    assert cli.main(shlex.split(command)[1:]) == 0
+    found = json.loads((tmp_path / "best.json").read_text())
+    assert found["family"]["source"] == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--completion", shell])
+    script = capsys.readouterr().out
+    assert stopped.value.code == 0 and "--max-new-tokens" in script and "reproduce" in script
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_families_under_the_current_folder_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_family(tmp_path / "runs" / "a" / "family", {"d1": network(1)}, Text8Tokenizer(), length=16)
+    save_family(tmp_path / ".hidden" / "family", {"d1": network(1)}, Text8Tokenizer(), length=16)
+    assert cli.main(["ls", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [entry["source"] for entry in found["families"] if not entry["bundled"]] == ["runs/a/family"]
+    assert cli.main(["ls"]) == 0
+    listed = capsys.readouterr().out
+    assert "runs/a/family" in listed and "tiny-cpu" in listed and "minute" in listed
+
+
+def test_help_of_sample_is_in_groups_and_states_defaults() -> None:
+    command = [sys.executable, "-m", "relaylm", "sample", "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "what is written:" in text and "what is shown:" in text and text.count("default:") >= 18
