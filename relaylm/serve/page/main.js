@@ -7,7 +7,7 @@ import { Strip } from "./strip.js";
 const $ = id => document.getElementById(id);
 const PRESETS = ["heavy", "sandwich:25%", "sandwich:50%", "small-first:25%", "light"];
 const FIELDS = ["model", "prompt", "infill", "length", "seed", "suffix", "rule", "temperature", "top_p", "schedule", "number", "pace"];
-let families = [], family, lanes = [], running = null;
+let families = [], family, lanes = [], running = null, kept = null;
 let lookup = null, reopen = false; // a look at the schedule that is due, and whether the strip is to be drawn anew
 
 const strip = new Strip($("strip"), $("tools"), () => {
@@ -183,6 +183,8 @@ function lane(name, segments) {
   return { name, view, count: make("span", title, "soft"), start: null, done: null };
 }
 
+// One lane after the other, so that each has the machine to itself and its milliseconds can be compared. What the heavy
+// model alone wrote is kept until something other than the schedule is changed.
 async function run() {
   if (!family) return;
   stop();
@@ -195,13 +197,19 @@ async function run() {
   $("lanes").replaceChildren();
   $("costs").replaceChildren();
   $("differ").textContent = "";
-  const wanted = [["Your schedule", $("schedule").value.trim(), strip.segments]];
-  if ($("compare").checked) wanted.unshift([heavy + " alone", heavy, [{ model: heavy, share: 1 }]]);
-  lanes = wanted.map(([name, , segments]) => lane(name, segments));
+  const beside = $("compare").checked ? lane(heavy + " alone", [{ model: heavy, share: 1 }]) : null;
+  const mine = lane("Your schedule", strip.segments), bodies = [$("schedule").value.trim(), heavy].map(request);
+  const key = JSON.stringify(bodies[1]);
+  lanes = beside ? [beside, mine] : [mine];
   $("lanes").classList.toggle("two", lanes.length > 1);
   $("result").hidden = false;
   try {
-    await Promise.all(lanes.map((one, k) => follow(one, request(wanted[k][1]), control.signal)));
+    if (beside && kept?.key === key) begin(Object.assign(beside, { start: kept.start, done: kept.done }), kept.sample);
+    await follow(mine, bodies[0], control.signal);
+    if (beside && !beside.done) {
+      await follow(beside, bodies[1], control.signal);
+      kept = { key, start: beside.start, done: beside.done, sample: beside.view.sample };
+    }
   } catch (error) {
     control.abort();
     if (running === control && error.name !== "AbortError") {
@@ -213,17 +221,22 @@ async function run() {
   }
 }
 
+function begin({ view }, sample) {
+  view.open(sample);
+  refresh();
+}
+
 async function follow(one, body, signal) {
   const models = family.relaylm.models, { view } = one;
   for await (const { event, data } of denoise(body, signal)) {
     if (event === "start") {
       one.start = data;
-      const given = data.given[0];
-      view.open({
+      const given = data.given[0], empty = () => ({
         pieces: [...given], writer: given.map(() => -1), call: given.map(text => (text === null ? null : 0)),
         logprob: given.map(() => null), calls: [],
       });
-      refresh();
+      begin(one, empty());
+      for (const { view: next } of lanes) if (!next.sample) next.open(empty()); // it waits for its turn
     } else if (event === "written" && data.row === 0) {
       const step = one.start.law.startsWith("uniform") ? data.step : null; // else it counts calls
       view.add({ ...data, step, model: models.findIndex(({ name }) => name === data.model) });
@@ -249,8 +262,10 @@ function busy(on) {
 function finish() {
   running = null;
   busy(false);
-  const ready = lanes.filter(({ start }) => start);
-  if (ready.length < lanes.length) return;
+  for (const { start, view } of lanes) if (!start) view.root.remove(); // stopped before its turn
+  lanes = lanes.filter(({ start }) => start);
+  $("lanes").classList.toggle("two", lanes.length > 1);
+  if (!lanes.length) return;
   for (const { view } of lanes) view.text.classList.remove("grid"); // all is known: lines may break at words
   transport.open(Math.max(...lanes.map(({ view }) => view.sample.calls.length)), Infinity);
   $("controls").hidden = transport.total === 0;
@@ -273,11 +288,14 @@ function draw(at) {
     view.show(at === null ? total : at >= transport.total ? Infinity : at);
     count.textContent = view.at + (view.at < total ? " of " + total : "") + " calls";
   }
+  const said = [];
   if (open.length > 1) {
     const { differ, both } = compare(open[0].view, open[1].view);
-    $("differ").textContent = !both ? "" : differ === 0 ? "The same " + both + " tokens in both."
-      : differ + " of " + both + " tokens differ; they have a line above.";
+    if (both) said.push(differ ? differ + " of " + both + " tokens differ; they have a line above." : "The same " + both + " tokens in both.");
   }
+  const changes = [...new Set(open.flatMap(({ done }) => done?.changes_law ?? []))];
+  if (changes.length) said.push("Not the models' own distribution: " + changes.join(", ") + ".");
+  $("differ").textContent = said.join(" ");
   drawCosts(open);
 }
 

@@ -30,7 +30,7 @@ const SPACE = /\s/u;
 export class Lane {
   // The text of one sample in `root`, a line about the token that is pointed at, and the strip of its schedule.
   constructor(root, label, models, strip = [], onInspect = undefined) {
-    Object.assign(this, { models, strip, onInspect, spans: [], shown: [], at: 0, place: -1, blank: 1 });
+    Object.assign(this, { root, models, strip, onInspect, spans: [], shown: [], at: 0, place: -1, blank: 1 });
     this.text = make("div", root, "text");
     this.text.tabIndex = 0;
     this.text.setAttribute("role", "group");
@@ -71,7 +71,7 @@ export class Lane {
     positions.forEach((position, k) => {
       pieces[position] = texts[k];
       writer[position] = model;
-      call[position] = calls.length;
+      call[position] = texts[k] === null ? null : calls.length; // a rule may mask a position again
       logprob[position] = logprobs?.[k] ?? null;
     });
   }
