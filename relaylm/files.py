@@ -62,6 +62,22 @@ def atomic_write(path: Path, data: bytes | str) -> None:
         raise UserError(f"cannot write {path}: {reason(error)}{kept}") from error
 
 
+def expand(path: str | Path) -> Path:
+    """A path as a user wrote it, with ~ for a home folder. What cannot be a path is a UserError."""
+    text = os.path.expanduser(os.fspath(path))
+    try:
+        names = os.fsencode(text).split(os.fsencode(os.sep))
+    except UnicodeEncodeError:
+        names = [b"\0"]
+    if any(b"\0" in name for name in names):
+        raise UserError(f"{str(path)!r} is not a path: it holds a character that no path can")
+    if max(map(len, names)) > 255 or len(os.fsencode(text)) > 4095:
+        raise UserError(f"{str(path)!r} is not a path: it is too long")
+    if text.startswith("~"):
+        raise UserError(f"{str(path)!r} is not a path: there is no user of that name")
+    return Path(text)
+
+
 def backup(folder: Path) -> Path:
     """Where an old folder waits while a new one takes its place."""
     return folder.parent / f".{folder.name}.old"
@@ -77,7 +93,7 @@ def write_folder(target: Path, fill: Callable[[Path], None], overwrite: bool) ->
 
     Two renames cannot be one step, so a kill between them leaves the old folder under its backup name: readers look
     there too, and the next call puts it back first."""
-    target = Path(os.path.realpath(target.expanduser()))
+    target = Path(os.path.realpath(expand(target)))
     old, new = backup(target), target.parent / f".{target.name}.new-{secrets.token_hex(4)}"
     lock = None
     try:
@@ -106,7 +122,7 @@ def write_folder(target: Path, fill: Callable[[Path], None], overwrite: bool) ->
             raise UserError(
                 f"{target} is not overwritten: {foreign} in it is not as relaylm wrote it. Move it away first"
             )
-        (new / MARK).write_text(json.dumps({"written by": "relaylm", "files": written}, indent=1) + "\n")
+        (new / MARK).write_bytes(json.dumps({"written by": "relaylm", "files": written}, indent=1).encode() + b"\n")
         for root, _, names in os.walk(new, topdown=False):
             for path in (*(Path(root, name) for name in names), Path(root)):
                 sync(path)

@@ -17,6 +17,8 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
 
+from relaylm.errors import printable
+
 
 @dataclass
 class Pace:
@@ -72,7 +74,7 @@ class Bar:
             grid = Table.grid(padding=(0, 1))
             if self.pace.clock() >= self.began + delay:
                 line = ProgressBar(self.total, self.n, width=30, pulse=self.total is None)
-                grid.add_row(Text(self.what), line, Text(self.state(units)))
+                grid.add_row(Text(printable(self.what)), line, Text(self.state(units)))
             return grid
 
         self.live = Live(console=console, get_renderable=picture, transient=True, redirect_stdout=False)

@@ -6,6 +6,7 @@ from typing import Any
 
 from relaylm.cli import tools
 from relaylm.cli.options import add_shared, positive, steps_type
+from relaylm.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +27,8 @@ def run(args: argparse.Namespace) -> tools.Result:
     """Show a bound in a line for each model, or for the schedule."""
     from relaylm.measure.likelihood import bound
 
+    if args.model is not None and (args.schedule is not None or args.rule is not None):
+        raise UserError("--model is for the bound of one model: with --schedule or --rule, name it in the schedule")
     family = tools.load_family(args)
     one = [] if args.model is None else [family.named(args.model)]
     rows = tools.token_rows(family, args.text, family.length, args.rows)

@@ -3,12 +3,11 @@ Example: relaylm compose --steps 32,256 --plot grid.png
 """
 
 import argparse
-from pathlib import Path
 
 from relaylm.cli import tools
 from relaylm.cli.options import add_shared, at_least_2, counts_type
 from relaylm.errors import UserError
-from relaylm.files import read_object
+from relaylm.files import expand, read_object
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +32,7 @@ def run(args: argparse.Namespace) -> tools.Result:
 
     tools.check_plot(args.plot)
     tools.check_writable(args.markdown)
-    result = measured(args) if args.recorded is None else read_object(Path(args.recorded).expanduser())
+    result = measured(args) if args.recorded is None else read_object(expand(args.recorded))
     if result.get("kind") != "compose":
         raise UserError(f"{args.recorded} is not what `relaylm compose --json` writes")
     tools.show(args, view.render(result))

@@ -1,10 +1,10 @@
 """List families, schedules and presets. Example: relaylm ls"""
 
 import argparse
-from pathlib import Path
 
 from relaylm.cli import tools
 from relaylm.errors import UserError
+from relaylm.files import expand
 from relaylm.tables import table
 
 
@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> tools.Result:
     from relaylm.train.recipe import load_preset, presets
 
     for folder in args.folder:
-        if not Path(folder).is_dir():
+        if not expand(folder).is_dir():
             raise UserError(f"{folder} is not a folder")
     found: tools.Result = {
         "families": list_families(*args.folder),

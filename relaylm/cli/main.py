@@ -11,6 +11,8 @@ Exit codes: 0 done, 1 failed, 2 bad input (one line that says what was wrong and
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import json
 import math
 import os
@@ -18,13 +20,13 @@ import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NoReturn
 
 from relaylm import __version__
 from relaylm.cli.options import add_shared
 from relaylm.cli.tools import check_writable, note, write_text
 from relaylm.errors import UserError, meant, reason
+from relaylm.files import expand
 
 COMMANDS = (
     *("sample", "info", "ls", "compare", "compose", "cost", "importance", "pairs", "search"),
@@ -92,10 +94,10 @@ def apply_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.N
     commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
     if config is None or not argv or argv[0] not in commands:
         return _parsed(parser, commands, argv)
-    path = Path(config).expanduser()
+    path = expand(config)
     try:
-        values = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
         raise UserError(f"cannot read {path}: {reason(error)}") from None
     flags = {a.option_strings[-1].lstrip("-"): a for a in commands[argv[0]]._actions if a.option_strings}
     known = {name: flag for name, flag in flags.items() if name not in ("help", "config")}
@@ -150,6 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     args = None
+    _open_streams()
     try:
         if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
             hint = meant(argv[0], COMMANDS) or ";"
@@ -163,6 +166,7 @@ def main(argv: list[str] | None = None) -> int:
             write_json(args.json, {"relaylm": __version__, "config": config, **result})
         for draw in getattr(args, "last", ()):  # pictures: what they show is already written
             draw()
+        sys.stdout.flush()
     except UserError as error:
         note(f"relaylm: {error}")
         return 2
@@ -176,9 +180,23 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("RELAYLM_DEBUG"):
             raise
+        if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EIO):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # files are named in such an error
+            note(f"relaylm: cannot write to standard output: {reason(error)}")
+            return 2
         note(f"relaylm: failed: {type(error).__name__}: {reason(error)} (RELAYLM_DEBUG=1 shows where)")
         return 1
     return 0
+
+
+def _open_streams() -> None:
+    """Standard output and error as streams that take any text: one that the caller closed leads nowhere, and half a
+    character (a lone surrogate in a name) is written as an escape."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (open for as long as the process runs)
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 if __name__ == "__main__":

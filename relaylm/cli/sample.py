@@ -9,7 +9,7 @@ from typing import Any
 
 from relaylm.cli import tools
 from relaylm.cli.options import add_shared, positive
-from relaylm.errors import UserError
+from relaylm.errors import UserError, printable
 
 SCHEDULE_HELP = """model schedule, from the fully masked end: counts "L32 H192 L32", shares "L12.5%%
 H75%% L12.5%%", model names "d4:32 d12:192 d4:32", step grids "L8@25%% H200@65%% L8@10%%", segment bits 1000000111, or
@@ -102,12 +102,14 @@ def run(args: argparse.Namespace) -> tools.Result:
         from relaylm.show.picture import svg
 
         timed = by_time and not math.isinf(samples.steps)
-        tools.write_text(args.svg, svg(family, samples, bound.timetable(int(samples.steps)) if timed else None))
+        table = bound.timetable(int(samples.steps)) if timed else None
+        tools.write_last(args, args.svg, lambda: svg(family, samples, table))
     if args.html is not None:
         from relaylm.show.player import page
 
         along = bound if by_time or samples.law.startswith("spaced") else None
-        tools.write_text(args.html, page(family, replace(samples, schedule=typed), along, heavy))
+        shown = replace(samples, schedule=typed)
+        tools.write_last(args, args.html, lambda: page(family, shown, along, heavy))
     tools.note(cost_line(samples, typed, heavy, min(samples.tokens.shape[1], family.length)))
     if samples.changes_law:
         tools.note(f"{', '.join(samples.changes_law)}: these samples do not follow the models' own law")
@@ -170,7 +172,7 @@ def show_samples(family: Any, samples: Any) -> None:
         if colours and "".join(pieces_of(family, samples.tokens[row])) == text:
             console.print(coloured(family, samples, row), soft_wrap=True)
         else:
-            print(text)
+            print(printable(text, sys.stdout))
     if colours:
         wrote = [name for name, count in samples.cost.calls.items() if count]
         console_for(sys.stderr).print(legend(family, wrote, bool((samples.trace.model_nL < 0).any())))

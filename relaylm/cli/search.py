@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> tools.Result:
         )
     tools.show(args, render(result))
     if args.csv is not None:
-        tools.write_text(args.csv, to_csv(result))
+        tools.write_last(args, args.csv, lambda: to_csv(result))
     if args.plot is not None:
         tools.draw_last(args, lambda: plot_search(result, args.plot))
     result["family"]["source"] = tools.family_source(args.family)

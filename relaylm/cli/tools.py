@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from relaylm.errors import UserError, reason
-from relaylm.files import atomic_write, read_object
+from relaylm.errors import UserError, printable, reason
+from relaylm.files import atomic_write, expand, read_object
 from relaylm.progress import Bar, progress_bar
 
 Result = dict[str, Any]
@@ -19,7 +19,7 @@ DEFAULT_FAMILY = "wiki-bpe"
 
 def note(text: str) -> None:
     """Print to standard error: standard output is for results."""
-    print(text, file=sys.stderr)
+    print(printable(text, sys.stderr), file=sys.stderr)
 
 
 def chosen(args: argparse.Namespace, names: str) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def progress(label: str, unit: str, shown: bool = True) -> Bar:
 def read_file(path: str) -> str:
     """The text of a file."""
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return expand(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {reason(error)}") from None
 
@@ -52,7 +52,7 @@ def read_schedule(text: str) -> str:
         if text.lstrip().startswith("{"):
             from relaylm.core.schedule import Schedule
 
-            data = read_object(Path(path).expanduser())
+            data = read_object(expand(path))
             value = data.get("schedule", data)
             text = value if isinstance(value, str) else str(Schedule.from_json(value))
     return " ".join(text.split())
@@ -126,7 +126,7 @@ def check_writable(path: str | None) -> None:
     """Refuse an output that could not be written, before any work is done."""
     if path is None or path == "-":
         return
-    target = Path(os.path.realpath(Path(path).expanduser()))
+    target = Path(os.path.realpath(expand(path)))
     if target.is_dir():
         raise UserError(f"cannot write {path}: it is a folder")
     if not target.parent.is_dir():
@@ -156,9 +156,18 @@ def draw_last(args: argparse.Namespace, draw: Callable[[], Any]) -> None:
     args.last = [*getattr(args, "last", ()), drawn]
 
 
+def write_last(args: argparse.Namespace, path: str, make: Callable[[], str]) -> None:
+    """Have a page or a table written once the command's result is: one that fails loses no result."""
+
+    def written() -> None:
+        write_text(path, make())
+
+    args.last = [*getattr(args, "last", ()), written]
+
+
 def write_text(path: str, text: str) -> None:
     """Write a file whole or not at all. A link is followed; a pipe or a device is written to, not replaced."""
-    target = Path(os.path.realpath(Path(path).expanduser()))
+    target = Path(os.path.realpath(expand(path)))
     if not target.exists() or target.is_file():
         atomic_write(target, text)
         note(f"written: {path}")
@@ -177,7 +186,7 @@ def saved_note(heavy: str, length: int) -> str:
 def show(args: argparse.Namespace, text: str) -> None:
     """Print a report, unless standard output is for JSON."""
     if args.json != "-":
-        print(text)
+        print(printable(text, sys.stdout))
 
 
 def with_provenance(result: Result, family: Any, args: argparse.Namespace) -> Result:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from relaylm.convert.sources import HUB_ID, Source, exists, fetch_tokenizer
 from relaylm.errors import UserError, reason
-from relaylm.files import read_object
+from relaylm.files import expand, read_object
 from relaylm.models.family import Family
 
 
@@ -39,7 +38,7 @@ def chat_prompt(folder: Source, messages: list[dict[str, str]]) -> str:
     `messages` are {"role": "user", "content": "..."} in order; the template is the one in the tokenizer's folder or
     hub repository (chat_template.jinja, or "chat_template" in tokenizer_config.json), rendered in jinja's sandbox."""
     hub = isinstance(folder, str) and HUB_ID.fullmatch(folder) and not exists(folder)
-    place = fetch_tokenizer(str(folder)) if hub else Path(folder).expanduser()
+    place = fetch_tokenizer(str(folder)) if hub else expand(folder)
     path, separate = place / "tokenizer_config.json", place / "chat_template.jinja"
     config = read_object(path) if path.is_file() else {}
     template = separate.read_text(encoding="utf-8") if separate.is_file() else config.get("chat_template")

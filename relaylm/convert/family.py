@@ -13,7 +13,7 @@ import torch
 from relaylm.convert import sedd
 from relaylm.convert.sources import NOTES, Checkpoints, Source, look, recognise
 from relaylm.convert.tensors import Found, Options
-from relaylm.files import write_folder, write_json
+from relaylm.files import expand, write_folder, write_json
 from relaylm.models.compat import pick_device, pick_dtype
 from relaylm.models.denoiser import Denoiser, Transformer
 from relaylm.models.family import Family, load_family
@@ -128,7 +128,7 @@ def convert(
     given = Options.checked(options)
     found = look(source, tokenizer, names, revision, given)
     found.meta["license"] = license or _licence(found.models) or "unknown"
-    target = Path(folder).expanduser()
+    target = expand(folder)
     card = _card(target.name, found)
     if all(one.storable for one in found.models):
         models, meta = _built(found, torch.device("cpu"), None, False)

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 
 from relaylm.convert.tensors import Lazy
-from relaylm.errors import UserError, reason
+from relaylm.errors import UserError, brief, reason
 
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
-LARGEST_PICKLE = 1 << 28  # of data.pkl; a real one is a few megabytes
+LARGEST_PICKLE = 1 << 26  # bytes of data.pkl; a real one has a few megabytes
+LARGEST_INTEGER = 1 << 12  # bits; a real one has 128
 # Modules that a checkpoint has no reason to name, and functions of builtins that are as bad.
 HOSTILE = {
     "os", "posix", "nt", "subprocess", "sys", "io", "_io", "importlib", "runpy", "shutil", "socket", "ctypes", "pty",
@@ -146,7 +147,7 @@ def read(path: str | Path) -> Any:
 def state_of(data: Any, path: Path) -> dict[str, Any]:
     """The state dict in what was read: under "state_dict" or "model", or the object itself."""
     if not isinstance(data, dict):
-        raise UserError(f"{path} does not hold a checkpoint but {data!r}"[:300])
+        raise UserError(f"{path} does not hold a checkpoint but {brief(data)}")
     for key in ("state_dict", "model"):
         data = data[key] if isinstance(data.get(key), dict) else data
     return data
@@ -167,6 +168,8 @@ class _Machine:
         for opcode, argument, _ in pickletools.genops(program):
             if opcode.name == "STOP":
                 return self.stack.pop()
+            if isinstance(argument, int) and argument.bit_length() > LARGEST_INTEGER:
+                raise UserError(f"{self.archive.path}: a number of {argument.bit_length()} bits has no place in it")
             if opcode.name in _PUSHED:
                 self.stack.append(_PUSHED[opcode.name](self, argument))
             elif opcode.name not in ("PROTO", "FRAME"):
@@ -244,7 +247,7 @@ class _Machine:
                 return self.tensor(*arguments[:4])
             if known == "torch._utils._rebuild_parameter" and arguments:
                 return arguments[0]
-        return Opaque(known or repr(function), arguments)
+        return Opaque(known or brief(function), arguments)
 
     def storage(self, identity: Any) -> Any:
         if isinstance(identity, tuple) and len(identity) == 5:
@@ -289,7 +292,7 @@ def _key(value: Any) -> Any:
 
 
 def _made(kind: Any, *arguments: Any) -> Opaque:
-    return Opaque(str(kind), arguments)
+    return Opaque(str(kind) if isinstance(kind, _Global) else brief(kind), arguments)
 
 
 # Opcodes that push one value, made from the argument and what they take off the stack.

@@ -21,7 +21,7 @@ from relaylm.convert import hf, mdlm, pickles, sedd, smdm
 from relaylm.convert.tensors import Found, Options
 from relaylm.convert.weights import open_safetensors
 from relaylm.errors import UserError
-from relaylm.files import backup, read_object
+from relaylm.files import backup, expand, read_object
 from relaylm.models.compat import RESERVED, check_together
 from relaylm.models.folder import MANIFEST
 from relaylm.models.load import HUB_FILES, download
@@ -65,7 +65,7 @@ def _parts(source: Source | Sequence[Source], revision: str | None = None) -> li
         return [part for one in source for part in _parts(one, revision)]
     text = str(source)
     if exists(source):
-        path = Path(source).expanduser()
+        path = expand(source)
         name = path.resolve().name if path.is_dir() else path.stem
         if path.name in ("model.safetensors", "pytorch_model.bin") and (path.parent / "config.json").is_file():
             path, name = path.parent, path.resolve().parent.name

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relaylm.errors import UserError
+from relaylm.errors import UserError, brief
 from relaylm.models.denoiser import Denoiser
 
 Shapes = dict[str, tuple[int, ...]]
@@ -115,5 +115,5 @@ def number(config: Mapping[str, Any], key: str, where: object, default: int | No
     """A positive whole number out of a configuration."""
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 40:
-        raise UserError(f"{where}: {key} must be a whole number from 1 up, not {value!r}")
+        raise UserError(f"{where}: {key} must be a whole number from 1 up, not {brief(value)}")
     return value

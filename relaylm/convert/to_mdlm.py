@@ -11,7 +11,7 @@ from torch import Tensor
 
 from relaylm.convert.mdlm import INV_FREQ, frequencies
 from relaylm.errors import UserError
-from relaylm.files import write_folder, write_json
+from relaylm.files import expand, write_folder, write_json
 from relaylm.models.denoiser import Architecture, Transformer, expected_shapes
 from relaylm.models.family import Family
 from relaylm.models.folder import front_matter
@@ -35,7 +35,7 @@ def export(
         if model.block_length:
             raise UserError(f"{name} writes one block of positions after another, which MDLM's code does not")
         networks[name] = model
-    target = Path(folder).expanduser()
+    target = expand(folder)
     reader = None if own.tokenizer is None else portable_json(own.tokenizer)
 
     def fill(new: Path) -> None:
@@ -93,7 +93,7 @@ def _write(model: Transformer, folder: Path) -> None:
         "vocab_size": a.vocab_size,
     }
     write_json(folder / "config.json", config)
-    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "model.safetensors").write_bytes(safetensors.torch.save(tensors, {"format": "pt"}))
 
 
 def _shift(state: Mapping[str, Tensor], i: int) -> Tensor:

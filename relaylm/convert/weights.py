@@ -38,10 +38,12 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a Hugging Face folder: those of its index, else model.safetensors, else all of them."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = read_object(index).get("weight_map", {})
-        files = sorted(set(names.values())) if isinstance(names, dict) else []
+        names = read_object(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise UserError(f"{index}: its weight_map must say for each tensor in which file it is, as text")
+        files = sorted(set(names.values()))
         for name in files:
-            if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+            if not re.fullmatch(r"[\w.-]+\.safetensors", name):
                 raise UserError(f"{index}: {name!r} is not the name of a safetensors file in the folder")
             if not (folder / name).is_file():
                 raise UserError(f"{folder}: {name} is missing, though {index.name} names it")

@@ -225,16 +225,25 @@ def token_noise(
     return noise_MS.view(n, blocks * BLOCK)[:, :vocab_size]
 
 
+def finite_largest(logits_NV: torch.Tensor) -> torch.Tensor:
+    """The largest logit of each position, 0 where that is not finite."""
+    largest_N = logits_NV.amax(dim=1)
+    return largest_N.where(largest_N.isfinite(), 0)
+
+
 def race(
     logits_NV: torch.Tensor, seed: Seed, row_N: torch.Tensor, position_N: torch.Tensor, draw_N: torch.Tensor
 ) -> torch.Tensor:
     """One token for each listed position from softmax(logits), exactly: argmax_v logit_v - log E_v.
 
-    Opens only the blocks that could still win: a block's score is at most (its largest logit) - log(its minimum).
+    What all logits of a position have in common does not change the law, and is taken off first: beside 1e15 the noise
+    would be rounded away. Opens only the blocks that could still win: a block's score is at most (its largest logit) -
+    log(its minimum).
     """
     n, vocab_size = logits_NV.shape
     blocks = -(-vocab_size // BLOCK)
-    padded_NV = torch.nn.functional.pad(logits_NV.double(), (0, blocks * BLOCK - vocab_size), value=-torch.inf)
+    near_NV = logits_NV.double() - finite_largest(logits_NV)[:, None].double()
+    padded_NV = torch.nn.functional.pad(near_NV, (0, blocks * BLOCK - vocab_size), value=-torch.inf)
     logits_NGS = padded_NV.view(n, blocks, BLOCK)
     minimum_NG, slot_NG = _block_minima(seed, (row_N, position_N, draw_N), blocks)
     log_minimum_NG = minimum_NG.log()

@@ -168,6 +168,8 @@ def race(logits_NV: Tensor, seed: plan.Seed, row_N: Tensor, position_N: Tensor, 
 def race_kernel(logits_NV: Tensor, seed: plan.Seed, row_N: Tensor, position_N: Tensor, draw_N: Tensor) -> Tensor:
     """`plan.race` on CUDA: one token for each row of logits."""
     n, vocab = logits_NV.shape
+    largest_N = plan.finite_largest(logits_NV)  # taken off where the noise would be rounded beside it, else 0 is
+    logits_NV = logits_NV - largest_N.where(largest_N.abs() > 2**20, 0)[:, None]
     logits_NV = logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
     blocks = triton.cdiv(vocab, 64)
     wide, narrow = min(64, triton.next_power_of_2(blocks)), min(4, triton.next_power_of_2(blocks))

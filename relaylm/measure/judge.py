@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from relaylm.errors import UserError, reason
-from relaylm.files import file_sha256
+from relaylm.files import expand, file_sha256
 from relaylm.models.denoiser import Transformer
 from relaylm.models.folder import load_network
 from relaylm.sampling.engine import settings
@@ -236,7 +236,7 @@ def load_judge(spec: Any, family: Family) -> Judge:
         if kind == "hf" and name:
             return _from_transformers(spec, family.device, name)
         if kind == "gguf" and name:
-            return _from_gguf(spec, family.device, Path(name).expanduser())
+            return _from_gguf(spec, family.device, expand(name))
         raise UserError(f"there is no judge {spec!r}: write own, hf:NAME or gguf:PATH")
     if hasattr(spec, "logits"):
         return from_logits(spec, type(spec).__name__, device=family.device)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from relaylm.errors import UserError
+from relaylm.files import expand
 
 FILE, OLD_FILE, OLD_MANIFEST = "store.sqlite", "results.jsonl", "manifest.json"
 APPLICATION, VERSION = 0x72656C61, 1  # in the file's header; the first is "rela" in ASCII
@@ -76,7 +77,7 @@ class Store:
     """A folder of results. `damage` lists what was found wrong on opening and since, `repaired` what was put right."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).expanduser()
+        self.folder = expand(folder)
         self.damage: list[str] = []
         self.repaired: list[str] = []
         with self._errors("open"):

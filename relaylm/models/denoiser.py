@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relaylm.core import cost
-from relaylm.errors import UserError
+from relaylm.errors import UserError, brief
 from relaylm.kernels import available
 from relaylm.models.layers import (
     Block,
@@ -370,7 +370,7 @@ def check_tensors(found: Mapping[str, Any], expected: Mapping[str, tuple[int, ..
             raise UserError(f"{at}tensor {name} is missing (expected shape {shape}){hint}")
         value = found[name]
         if not hasattr(value, "shape"):
-            raise UserError(f"{at}{name} is not a plain tensor but {value!r}")
+            raise UserError(f"{at}{name} is not a plain tensor but {brief(value)}")
         if (stored := tuple(value.shape)) != shape:
             hint = ": it is transposed" if stored == shape[::-1] else ""
             raise UserError(f"{at}tensor {name} has shape {stored}, expected {shape}{hint}")

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from relaylm.errors import UserError
-from relaylm.files import read_bytes, read_object, write_folder
+from relaylm.files import expand, read_bytes, read_object, write_folder
 from relaylm.models.compat import (
     DTYPES,
     NAME,
@@ -42,7 +42,7 @@ from relaylm.models.compat import (
     place,
 )
 from relaylm.models.denoiser import LATER, Architecture, Denoiser, Transformer, build
-from relaylm.models.tokenizer import Tokenizer, load_tokenizer
+from relaylm.models.tokenizer import Tokenizer, check_unicode, load_tokenizer
 
 FORMAT, VERSION = "relaylm-family", 1
 MANIFEST, CARD, HELDOUT, PAIRS = "family.json", "README.md", "heldout.txt", "pairs.json"
@@ -220,7 +220,8 @@ def save_family(
     is complete, if no file in it was added or edited by others. `twins` are models from another seed, by the name of
     the model they equal; `heldout` is a text that none of the models was trained on, `pairs` the
     heavy model's table of pairs as JSON values."""
-    title = " ".join((name or Path(os.path.realpath(Path(folder).expanduser())).name).split())
+    title = " ".join((name or Path(os.path.realpath(expand(folder))).name).split())
+    check_unicode(f"{title}{card or ''}{heldout}")
     twins, meta = dict(twins or {}), meta or {}
     networks = _check_storable(models, twins, tokenizer, length, meta)
     names = tuple(networks)

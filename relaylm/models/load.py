@@ -14,7 +14,7 @@ from typing import Any
 
 from relaylm.core import cost
 from relaylm.errors import UserError, meant, reason
-from relaylm.files import backup
+from relaylm.files import backup, expand
 from relaylm.models.denoiser import Architecture
 from relaylm.models.folder import MANIFEST, files_of, read_manifest
 
@@ -102,7 +102,7 @@ def describe(source: str | Path) -> dict[str, Any]:
         "judge": None if judge is None else _describe_entry(folder, judge, length),
         "twins": {name: _describe_entry(folder, entry, length) for name, entry in manifest["twins"].items()},
         "bytes": _size(files.values()),
-        "missing": [file for file, path in files.items() if not path.is_file()],
+        "missing": [file for file, path in files.items() if not os.path.isfile(path)],
         "digest": manifest["digest"],
         "meta": manifest["meta"],
     }
@@ -113,10 +113,10 @@ def list_families(*places: str | Path) -> list[dict[str, Any]]:
     given), three folders deep. A folder that cannot be read is listed with its error."""
     found: dict[Path, str] = {BUNDLED / name: name for name in bundled()}
     for outer in places or (Path("."),):
-        root = Path(outer).expanduser()
+        root = expand(outer)
         for manifest in sorted(path for depth in range(4) for path in root.glob(f"{depth * '*/'}{MANIFEST}")):
             hidden = any(part.startswith(".") for part in manifest.relative_to(root).parts)
-            if not hidden and manifest.is_file() and BUNDLED.resolve() not in manifest.resolve().parents:
+            if not hidden and os.path.isfile(manifest) and BUNDLED.resolve() not in manifest.resolve().parents:
                 found.setdefault(manifest.parent, str(manifest.parent))
     listed = []
     for folder, source in found.items():
@@ -126,8 +126,8 @@ def list_families(*places: str | Path) -> list[dict[str, Any]]:
             keys = ("name", "length", "vocab_size", "bytes", "missing")
             entry |= {key: about[key] for key in keys} | {"models": list(about["models"]), "error": None}
             entry["sizes"] = {name: model["parameters"] for name, model in about["models"].items()}
-        except UserError as error:
-            entry["error"] = str(error)
+        except (UserError, OSError) as error:
+            entry["error"] = str(error) if isinstance(error, UserError) else reason(error)
         listed.append(entry)
     return listed
 
@@ -149,4 +149,4 @@ def _describe_entry(folder: Path, entry: Mapping[str, Any], length: int) -> dict
 
 
 def _size(files: Iterable[Path]) -> int:
-    return sum(file.stat().st_size for file in files if file.is_file())
+    return sum(os.path.getsize(file) for file in files if os.path.isfile(file))

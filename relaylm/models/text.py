@@ -21,7 +21,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from relaylm.errors import UserError, reason
-from relaylm.files import file_sha256
+from relaylm.files import expand, file_sha256
 from relaylm.models.tokenizer import Tokenizer
 
 _PIECE = 1 << 20  # characters read at a time
@@ -113,7 +113,7 @@ def find_sources(names: Sequence[str | Path] | str | Path) -> list[Source]:
     """The files and datasets that names stand for; a folder stands for the text files in it."""
     found: list[Source] = []
     for name in [names] if isinstance(names, str | Path) else names:
-        path = Path(name).expanduser()
+        path = expand(name)
         if str(name).startswith("hf:"):
             found.append(Source(str(name), None))
         elif path.is_file():

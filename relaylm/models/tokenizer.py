@@ -21,7 +21,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from relaylm.errors import UserError, reason
-from relaylm.files import read_bytes
+from relaylm.files import expand, read_bytes
 
 BLANK = "_"
 
@@ -131,7 +131,7 @@ class ByteTokenizer(Tokenizer):
         """One id for each byte."""
         if not strict:
             return list(text.encode("utf-8", errors="replace"))
-        _check_unicode(text)
+        check_unicode(text)
         return list(text.encode("utf-8"))
 
     def to_json(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class JsonTokenizer(Tokenizer):
         if not strict:
             text = text.encode("utf-8", errors="replace").decode("utf-8")
             return list(self._backend.encode(text, add_special_tokens=False).ids)
-        _check_unicode(text)
+        check_unicode(text)
         encoding = self._backend.encode(text, add_special_tokens=False)
         covered = bytearray(len(text))
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -227,7 +227,7 @@ def load_tokenizer(spec: str | Path | Mapping[str, Any], folder: str | Path | No
         return plain[kind]()
     if isinstance(spec, Mapping):
         return _from_json(spec, folder)
-    path = Path(spec).expanduser()
+    path = expand(spec)
     if path.is_dir():
         path = path / JsonTokenizer.file_name
     if not path.is_file():
@@ -278,7 +278,8 @@ def vocabulary(tokenizer: Tokenizer) -> tuple[int, int]:
     return (tokenizer.size + 1, tokenizer.size) if tokenizer.mask_id is None else (tokenizer.size, tokenizer.mask_id)
 
 
-def _check_unicode(text: str) -> None:
+def check_unicode(text: str) -> None:
+    """Refuse text that cannot be written."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

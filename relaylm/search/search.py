@@ -58,6 +58,8 @@ def run(method: Tune | Exhaustive | Evolve) -> dict[str, Any]:
         stopped = "time limit" if isinstance(stop, Stopped) else "interrupted"
         found = method.best_so_far()
         if found is None:
+            if isinstance(stop, KeyboardInterrupt):
+                raise
             raise UserError("the search was stopped before anything was measured: there is nothing to show") from None
     about = method.problem.about(Schedule.parse(found["schedule"]))
     return {"stopped": stopped, "confirmed": [], "recommendation": about, **found, **method.report()}

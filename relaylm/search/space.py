@@ -286,7 +286,10 @@ def fit(space: Space, prior_SO: np.ndarray, mixes_NSO: np.ndarray, loss_N: np.nd
     whole = float(np.abs(prior_SO[np.arange(space.segments), list(space.all_light)].sum()))
     single_SOF = single_features(space, prior_SO / whole if whole > 0 else prior_SO)
     x_NF = features(space, single_SOF, mixes_NSO)
-    y_N, noise_N = loss_N / unit, np.maximum(error_N / unit, 1e-6) ** 2
+    # Paired losses may have no spread at all (small models draw the same tokens): a floor keeps the matrices below
+    # positive definite in float64.
+    floor = max(1e-12, 1e-10 * float((x_NF**2).sum(axis=1).max(initial=0.0)))
+    y_N, noise_N = loss_N / unit, np.maximum((error_N / unit) ** 2, floor)
     common = (x_NF.shape[1] - 1 - space.segments) // (space.segments + 1)
     most: tuple[float, np.ndarray, tuple[float, float, float]] | None = None
     for own, pair, rest in product((0.25, 0.5, 1.0, 2.0), (0.03, 0.1, 0.3), (0.0, 0.02, 0.05, 0.1)):

@@ -55,7 +55,7 @@ def pieces_of(family: Family, tokens_L: np.ndarray) -> list[str]:
     return [readable(family, decode([int(token)], family.mask_id)) for token in tokens_L]
 
 
-def printable(piece: str) -> str:
+def on_a_line(piece: str) -> str:
     """The piece with a space for every character that moves the cursor (tabs, line ends)."""
     return "".join(character if character.isprintable() else " " for character in piece)
 

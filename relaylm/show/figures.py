@@ -7,13 +7,15 @@ format follows from its name (.png, .svg, .pdf) and returns its path. matplotlib
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from relaylm.errors import UserError
+from relaylm.errors import UserError, printable, reason
+from relaylm.files import atomic_write, expand
 from relaylm.show.colours import BLACK, BLUE, COLOURS, MARKERS, RED
 
 KINDS = {
@@ -117,9 +119,19 @@ def new_figure(width: float, height: float) -> Any:
 
 def save_figure(figure: Any, path: str | Path) -> Path:
     """Write a figure in the format that the name says."""
-    target = Path(path).expanduser()
+    from matplotlib.text import Text
+    from matplotlib.ticker import FixedFormatter, FuncFormatter
+
+    for text in figure.findobj(Text):  # names and schedules may hold dollar signs, which are no mathematics
+        text.set(parse_math=False, text=printable(text.get_text()))
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        if not isinstance(axis.get_major_formatter(), (FixedFormatter, FuncFormatter)):  # but powers of ten are
+            for text in axis.findobj(Text):
+                text.set_parse_math(text is not axis.label)
+    target, data = expand(path), io.BytesIO()
     try:
-        figure.savefig(target, dpi=160)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot write the figure {target}: {error}") from None
+        figure.savefig(data, dpi=160, format=target.suffix[1:].lower() or None)
+    except ValueError as error:
+        raise UserError(f"cannot draw the figure {target}: {reason(error)}") from None
+    atomic_write(target, data.getvalue())
     return target

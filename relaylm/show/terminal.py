@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
+from relaylm.errors import printable
 from relaylm.models.tokenizer import BLANK
-from relaylm.show.colours import GIVEN, MASKED, colour_of, pieces_of, printable, runs_of, writers_of
+from relaylm.show.colours import GIVEN, MASKED, colour_of, on_a_line, pieces_of, runs_of, writers_of
 from relaylm.tables import terminal_width
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def painted(pieces: Sequence[str], ranks: Sequence[int]) -> Text:
 
 def coloured(family: Family, samples: Samples, row: int) -> Text:
     """One sample, each token in the colour of the model that wrote it."""
-    return painted(pieces_of(family, samples.tokens[row]), writers_of(family, samples, row))
+    return painted(list(map(printable, pieces_of(family, samples.tokens[row]))), writers_of(family, samples, row))
 
 
 def legend(family: Family, models: Sequence[str], given: bool = True) -> Text:
@@ -74,8 +75,8 @@ def side_by_side(family: Family, columns: Sequence[tuple[str, Samples]], row: in
 
     table = Table(box=MINIMAL, show_edge=False, expand=True, header_style="", pad_edge=False)
     for title, _ in columns:
-        table.add_column(Text(title), ratio=1)
-    pieces = [[printable(piece) for piece in pieces_of(family, samples.tokens[row])] for _, samples in columns]
+        table.add_column(Text(printable(title)), ratio=1)
+    pieces = [[on_a_line(piece) for piece in pieces_of(family, samples.tokens[row])] for _, samples in columns]
     writers = [writers_of(family, samples, row) for _, samples in columns]
     table.add_row(*map(painted, pieces, writers))
     return table
@@ -104,7 +105,7 @@ class Draft:
 
     def _put(self, positions: Sequence[int], tokens: Sequence[int] | np.ndarray) -> None:
         for position, piece in zip(positions, pieces_of(self.family, np.asarray(tokens)), strict=True):
-            self.pieces[position] = printable(piece)
+            self.pieces[position] = on_a_line(piece)
 
     def add(self, event: Event) -> None:
         """Put in what a call wrote, or masked again."""

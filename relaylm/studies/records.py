@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from relaylm.files import expand
+
 
 def records_folder(folder: str | Path | None = None) -> Path | None:
     """The folder of records: the one that is named, else `results` in the current folder, else None."""
     if folder is not None:
-        return Path(folder).expanduser()
+        return expand(folder)
     return Path("results") if Path("results").is_dir() else None
 
 

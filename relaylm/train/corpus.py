@@ -32,7 +32,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from relaylm.errors import UserError
-from relaylm.files import file_sha256, write_folder, write_json
+from relaylm.files import expand, file_sha256, write_folder, write_json
 from relaylm.models.text import find_sources, pieces, wrap_marks
 from relaylm.models.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, vocabulary
 from relaylm.progress import progress_bar
@@ -183,7 +183,7 @@ def prepare(
     if not 0 <= holdout < 1:
         raise UserError(f"the held-out share must be at least 0 and below 1, not {holdout}")
     length = None if packing == "running" else length
-    texts, out = find_sources(sources), Path(out_folder).expanduser()
+    texts, out = find_sources(sources), expand(out_folder)
     chosen: Tokenizer | None = None
     if not (isinstance(tokenizer, str) and tokenizer.startswith("bpe:")):
         chosen = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
@@ -292,7 +292,7 @@ class TokenFile:
     def load(cls, folder: str | Path, verify: bool = True) -> TokenFile:
         """Open a corpus. Sizes are always checked against the manifest, with `verify` the hashes of files below a
         gigabyte too."""
-        folder = Path(folder).expanduser()
+        folder = expand(folder)
         try:
             manifest = json.loads((folder / "manifest.json").read_text())
             if manifest["format"] != FORMAT:

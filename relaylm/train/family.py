@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from relaylm.errors import UserError
-from relaylm.files import write_json
+from relaylm.files import expand, write_json
 from relaylm.models.denoiser import Architecture, Transformer, build
 from relaylm.models.folder import save_family
+from relaylm.models.tokenizer import check_unicode
 from relaylm.train import checkpoint
 from relaylm.train.corpus import TokenFile
 from relaylm.train.recipe import Preset, load_preset, override
@@ -53,7 +54,8 @@ def train_family(
     edited.
     """
     chosen = override(preset, **overrides) if isinstance(preset, Preset) else load_preset(preset, **overrides)
-    corpus, out, recipe = TokenFile.load(corpus_folder), Path(out_folder).expanduser(), chosen.recipe
+    check_unicode(name or "")
+    corpus, out, recipe = TokenFile.load(corpus_folder), expand(out_folder), chosen.recipe
     jobs = {chosen.model_name(depth): (depth, False, recipe.seed) for depth in sorted(chosen.depths)}
     if chosen.twin is not None:
         jobs[chosen.model_name(chosen.twin) + TWIN] = chosen.twin, False, recipe.seed + 1

@@ -474,3 +474,11 @@ def test_dream_tokenizer_from_vocabulary_and_merges(tmp_path: Path) -> None:
     if family.tokenizer is None:
         pytest.skip("this transformers cannot build Qwen2's tokenizer from these files")
     assert family.tokenizer.decode(family.tokenizer.encode("ab cab")) == "ab cab"
+
+
+@pytest.mark.parametrize("names", [{"a": 3}, {"a": ["x"], "b": "model.safetensors"}, {"a": None}, [1], "x", None])
+def test_a_weight_index_of_other_things_than_text_is_refused(tmp_path: Path, names: Any) -> None:
+    folder, _ = dream(tmp_path / "dream")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(UserError, match="weight_map"):
+        convert.describe(folder)

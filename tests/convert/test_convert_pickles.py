@@ -6,6 +6,7 @@ import collections
 import io
 import os
 import pickle
+import signal
 import sys
 import zipfile
 from pathlib import Path
@@ -238,3 +239,50 @@ def test_any_program_gives_data_or_one_line(tmp_path_factory: pytest.TempPathFac
                 value.read()
     except UserError as error:
         assert str(error)
+
+
+def shared(levels: int = 100) -> bytes:
+    """A program that makes a list of 10 ^ levels elements out of ten references to each inner list."""
+    program = b"]q\x00"
+    for i in range(levels):
+        program += b"](" + (b"h" + bytes([i])) * 10 + b"eq" + bytes([i + 1])
+    return program
+
+
+def text(word: str) -> bytes:
+    return b"X" + len(word).to_bytes(4, "little") + word.encode()
+
+
+DEEP = b"]" * 20_000 + b"a" * 19_999
+HUGE = b"\x8b" + (40_000).to_bytes(4, "little") + b"\x01" * 40_000  # a whole number of 96,000 digits
+
+
+@pytest.mark.parametrize(
+    "bomb", [shared(), DEEP, b"]" + b"\x85" * 20_000, HUGE], ids=["wide", "lists", "tuples", "number"]
+)
+@pytest.mark.parametrize("place", ["root", "state", "model", "tensor", "key", "class", "called", "config", "average"])
+def test_nested_and_huge_values_take_no_time(tmp_path: Path, bomb: bytes, place: str) -> None:
+    """`info` of a small file ends at once, wherever the value lies: it is never printed or compared in full."""
+    inside = {
+        "root": bomb,
+        "state": b"}" + text("state_dict") + bomb + b"s",
+        "model": b"}" + text("model") + bomb + b"s",
+        "tensor": b"}" + text("state_dict") + b"}" + text("backbone.vocab_embed.embedding") + bomb + b"ss",
+        "key": b"}" + bomb + b"K\x01s",
+        "class": bomb + b")\x81",
+        "called": bomb + b")R",
+        "config": b"}(" + text("hyper_parameters") + b"}" + text("config") + bomb + b"s"
+        + text("state_dict") + b"}" + text("backbone.x") + b"Nsu",
+        "average": b"}(" + text("ema") + b"}" + text("shadow_params") + bomb + b"s"
+        + text("state_dict") + b"}" + text("backbone.x") + b"Nsu",
+    }[place]  # fmt: skip
+    path = tmp_path / "bomb.ckpt"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a/data.pkl", b"\x80\x02" + inside + b".")
+    signal.alarm(60)  # ends the process: without a bound, memory would run out first
+    try:
+        with pytest.raises(UserError) as caught:
+            convert.describe(path)
+    finally:
+        signal.alarm(0)
+    assert len(str(caught.value)) < 2000

@@ -276,6 +276,11 @@ def test_races_do_not_depend_on_other_rows() -> None:
 def test_adding_a_constant_changes_nothing_and_infinitely_unlikely_tokens_never_win() -> None:
     logits, line = logits_of("normal", 1000, 100), lines(1000)
     assert torch.equal(race(logits, 0, *line), race(logits + 512.0, 0, *line))
+    whole = logits.round()
+    for offset in (1e15, -4e15):  # where float64 still holds whole numbers, but not the noise beside them
+        assert torch.equal(race(whole, 0, *line), race(whole + offset, 0, *line))
+    flat = torch.zeros(1000, 100)
+    assert torch.equal(race(flat, 0, *line), race(flat + 1e30, 0, *line))
     logits[:, 10:] = -torch.inf
     assert race(logits, 0, *line).max() < 10
 

@@ -819,6 +819,17 @@ def test_list_families(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [entry["source"] for entry in list_families(folder) if not entry["bundled"]] == [str(folder)]
 
 
+def test_one_bad_family_does_not_hide_the_others(folder: Path) -> None:
+    bad = shutil.copytree(folder, folder.parent / "bad")
+    long = "x" * 300 + ".safetensors"  # longer than a name on disk can be
+    edit(bad, lambda manifest: manifest["models"]["small"].update(files={long: "0" * 64}))
+    mine = {Path(entry["source"]).name: entry for entry in list_families(folder.parent) if not entry["bundled"]}
+    assert mine["fam"]["error"] is None and mine["fam"]["missing"] == []
+    assert mine["bad"]["missing"] == [long]
+    with pytest.raises(UserError, match="cannot read"):
+        Family.load(bad)
+
+
 def test_a_narrow_residual_stream_is_nearly_the_same_law_and_says_so(tmp_path: Path) -> None:
     folder = save_family(tmp_path / "f", **two(dtype="bfloat16"))
     tokens, t = torch.randint(0, 27, (4, 16), generator=torch.Generator().manual_seed(0)), torch.ones(4)

@@ -218,6 +218,19 @@ def test_the_model_learns_what_is_additive() -> None:
     assert (fitted.spread(new) < 0.01).all()
 
 
+@pytest.mark.parametrize("loss", [0.0, 0.25])
+@pytest.mark.parametrize("prior", [0.0, 1.0, 1e9])
+def test_losses_without_any_spread_are_learned_from(loss: float, prior: float) -> None:
+    """Small models draw the same tokens, so paired losses may be exactly equal; more schedules than coefficients."""
+    space = space_of(models=3, steps=12, segments=3)
+    mixes = measured(space, 80, 0.0)[0]
+    saved = prior * space.saved_SO
+    saved[0, space.all_light[0]] = 0.0
+    saved[0, space.all_light[0]] = 1e-9 - saved[range(3), space.all_light].sum()  # a prior whose sum nearly cancels
+    fitted = fit(space, saved, mixes, np.full(80, loss), np.zeros(80))
+    assert np.isfinite(fitted.predict(mixes)).all() and np.isfinite(fitted.spread(mixes)).all()
+
+
 def test_tables_and_predictions_are_the_same_model() -> None:
     space = space_of(models=3, steps=40, segments=5)
     mixes, loss, error, _ = measured(space, 50, 0.01)

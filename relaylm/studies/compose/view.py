@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from relaylm.errors import UserError
-from relaylm.files import atomic_write, read_bytes
+from relaylm.files import atomic_write, expand, read_bytes
 from relaylm.show.colours import COLOURS, MARKERS
 from relaylm.show.figures import new_figure, save_figure
 from relaylm.studies.compose.compose import diversity, kind_of
@@ -153,7 +153,7 @@ def marks(result: Result) -> tuple[str, str]:
 
 def put_into(result: Result, path: str | Path) -> Path:
     """Write the Markdown between its marks in a document; at its end if they are not there yet."""
-    target = Path(path).expanduser()
+    target = expand(path)
     try:
         text = read_bytes(target).decode() if target.exists() else ""
     except UnicodeDecodeError as error:
@@ -174,7 +174,7 @@ def put_into(result: Result, path: str | Path) -> Path:
 
 def plot(result: Result, path: str | Path) -> list[Path]:
     """Two figures: NAME (perplexity and entropy against operations) and NAME-both (do savings and losses compose?)."""
-    target = Path(path).expanduser()
+    target = expand(path)
     drawn = [save_figure(_front_figure(result), target)]
     if result["combinations"]:
         drawn.append(save_figure(_both_figure(result), target.with_name(f"{target.stem}-both{target.suffix}")))

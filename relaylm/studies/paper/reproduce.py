@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from relaylm.errors import UserError
-from relaylm.files import write_json
+from relaylm.files import expand, write_json
 from relaylm.measure.likelihood import held_out
 from relaylm.measure.provenance import how_made
 from relaylm.measure.store import Store, content_key
@@ -110,9 +110,9 @@ def reproduce(
         raise UserError(f"{unknown[0]!r} is not an experiment: choose from {', '.join(NAMES)}")
     if (kept := records_folder(records)) is None:
         note("no records of earlier results (--records): what this family cannot show is left out of the report")
-    folder = Path(out).expanduser()
+    folder = expand(out)
     (folder / "data").mkdir(parents=True, exist_ok=True)
-    keep = Store(Path(store).expanduser() if store is not None else folder / "store") if family.digest else None
+    keep = Store(expand(store) if store is not None else folder / "store") if family.digest else None
     texts = {"text": held_out(family, text), "second_text": held_out(second, None), "bpe_text": held_out(bpe, None)}
     about: dict[str, Any] = {"second": second, "bpe": bpe, "stages": tuple(stages), "judge": judge, **texts}
     setup = Setup(family, scale, keep, **about, seed=seed, progress=progress, note=note)
