@@ -63,6 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--html", metavar="FILE", help="write a page that plays the denoising in a browser")
     group = parser.add_argument_group("where it runs")
     add_shared(group, "device dtype batch-size cluster")
+    parallel = "the same text in fewer rounds, W calls of a row at a time (default: one after the other)"
+    group.add_argument("--parallel", type=positive, metavar="W", help=parallel)
 
 
 def run(args: argparse.Namespace) -> tools.Result:
@@ -137,7 +139,7 @@ def draw(args: argparse.Namespace, family: Any, schedule: Any, options: dict[str
     from relaylm.sampling.sample import lay_out, sample
 
     same = "steps spacing spread length seed prompt suffix infill max_new_tokens stop temperature top_p top_k"
-    options |= tools.chosen(args, f"{same} stride batch_size")
+    options |= tools.chosen(args, f"{same} stride parallel batch_size")
     if args.cluster is not None:
         from relaylm.cluster import sample_many
 

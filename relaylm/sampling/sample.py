@@ -295,6 +295,7 @@ def sample(
     rule: str | Rule | None = None,
     block_length: int | None = None,
     stride: int | None = None,
+    parallel: int | None = None,
     light: str | None = None,
     heavy: str | None = None,
     batch_size: int | None = None,
@@ -314,8 +315,10 @@ def sample(
     of token ids with -1 at free positions. `temperature`, `top_p` and `top_k` change the law of the samples and are off
     by default. `rule` is a decoding rule (`relaylm.sampling.rules`), with which `temperature` may be 0 (the likeliest
     tokens); some take a `block_length`. `stride` allows a `length` beyond the family's, written in windows
-    (`relaylm.sampling.windows`). A family of block diffusion writes block after block; steps, spacing, rule and
-    schedule are then those of one block (`relaylm.sampling.blocks`). `stop` cuts each text at its first occurrence,
+    (`relaylm.sampling.windows`). `parallel` finds the same samples in fewer rounds of more calls, so many events of a
+    row at a time (`relaylm.sampling.parallel`): for few rows, where the time of one matters. A family
+    of block diffusion writes block after block; steps, spacing, rule and schedule are then those of one block
+    (`relaylm.sampling.blocks`). `stop` cuts each text at its first occurrence,
     after sampling. `callback` receives every event; it may also be a streamer as in transformers (`put`, `put_draft`,
     `end`), for the first row."""
     others = (suffix, infill, given, max_new_tokens, callback)
@@ -345,6 +348,8 @@ def sample(
         heavy=heavy,
         alpha=alpha,
     )
+    if parallel is not None and (request.rule is not None or stride is not None or family.block_length):
+        raise UserError("parallel events go with a schedule in steps or spaced: no rule, no stride, no blocks")
     policy, given_L = request.policy, np.atleast_2d(request.given)[0]
     streamer: Any = callback if hasattr(callback, "put") else None
     options: dict[str, Any] = {
@@ -363,6 +368,10 @@ def sample(
         given: np.ndarray, seed: int, rows: int = n, first: int = 0, models: Mapping[str, Any] = request.models
     ) -> Samples:
         plan = make_plan(rows, given.shape[-1], seed, given, first_row + first)
+        if parallel is not None:
+            from relaylm.sampling.parallel import denoise_ahead
+
+            return denoise_ahead(models, policy, plan, parallel, **{**options, "batch_size": batch_size})
         if request.rule is None:
             return denoise(models, policy, plan, **options)
         from relaylm.sampling.confidence import decode

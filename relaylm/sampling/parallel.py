@@ -1,0 +1,155 @@
+r"""The same samples in fewer rounds, for few rows: fixed-point iteration over a window of events.
+
+All noise is fixed by the plan, so a row is a deterministic function of its own start, found one event after the other.
+The next W events can also be found together. Each has a state of its own, the row with what the events before it write;
+those tokens are guessed, the W states go through the network as one batch, and every event draws. The first draw is
+right, since its state was known. A draw is right if all guesses in its state were; so the longest run of events whose
+guesses were drawn again is kept, with the draw after it. The other draws are the next guesses (Jacobi's iteration). An
+event that enters the window has no guess and stands as a mask in the states behind it.
+
+The tokens are those of the sequential run, bit for bit at the same call shapes: batches of as many rows (n W, unless
+a batch size is given). Rounds are fewer, calls are more; all calls are counted in the cost.
+
+Shapes: n rows, W events of a window, L positions, E events, F positions written, M states of a round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from relaylm.core.diffusion import LINEAR, Alpha
+from relaylm.core.plan import Plan
+from relaylm.core.schedule import Policy, Schedule
+from relaylm.errors import UserError
+from relaylm.sampling.denoise import Options, begin, next_call
+from relaylm.sampling.engine import Engine, settings
+from relaylm.sampling.law import Law
+from relaylm.sampling.queue import Queue
+from relaylm.sampling.result import Event, Samples, cost_of_calls
+
+
+def denoise_ahead(
+    models: Mapping[str, Any],
+    policy: Policy | Schedule,
+    plan: Plan,
+    window: int,
+    *,
+    steps: float | None = None,
+    alpha: Alpha = LINEAR,
+    law: Law | None = None,
+    batch_size: int | None = None,
+    **options: Any,
+) -> Samples:
+    """What `denoise` returns at a batch size of rows times window, found in windows of so many events."""
+    began = time.perf_counter()
+    if window < 1:
+        raise UserError(f"the number of events in parallel must be at least 1, not {window}")
+    asked = Options(law=law or Law(), batch_size=batch_size or plan.n * window, **options)
+    run, finish = begin(models, policy, plan, asked, steps, alpha)
+    if run.states is not None:
+        raise UserError("events run in parallel under a schedule, not under a policy that looks at the row")
+    ahead = _Ahead(run, plan, asked, window)
+    with settings(asked.device):
+        while ahead.round():
+            pass
+    ahead.engine.drawer.check()
+    run.engine.state_nL[: plan.n] = torch.from_numpy(ahead.token_nL).to(run.engine.device)
+    run.done = len(run.events.step_E)
+    samples = finish(began)
+    made_C = np.concatenate([*ahead.made, np.zeros(0, dtype=np.int64)])
+    heavy = asked.heavy or run.names[-1]
+    count_C, model_C = run.events.count_E[made_C], run.queue.model_E[made_C]
+    cost = cost_of_calls(models, model_C, count_C, plan.length, heavy, run.policy, plan)
+    cost.network_calls, cost.padded_calls, cost.batch_size = ahead.network_calls, ahead.padded_calls, ahead.queue.batch
+    return replace(samples, cost=replace(cost, seconds=time.perf_counter() - began))
+
+
+class _Ahead:
+    """Rows on their way, a window of events at a time. State r W + j is that of row r before its j-th event."""
+
+    def __init__(self, run: Any, plan: Plan, options: Options, window: int) -> None:
+        self.run, self.window, self.options, self.events = run, window, options, run.events
+        self.token_nL = np.where(plan.given_nL < 0, options.mask_id, plan.given_nL)
+        self.next_n, self.end_n = self.events.row_ptr_n1[:-1].copy(), self.events.row_ptr_n1[1:]
+        self.guess_F = np.full(len(self.events.positions_F), -1)
+        self.made: list[np.ndarray] = []  # events of each call
+        self.network_calls = self.padded_calls = 0
+        # Every state has its row's number, which keys the noise.
+        states = plan.n * window
+        each = [np.repeat(x, window, axis=0) for x in (plan.rows_n, plan.given_nL, plan.u_nL)]
+        self.engine = Engine(run.engine.models, Plan(plan.seed, *each), options.mask_id, options.law, options.device)
+        none = replace(self.events, row_ptr_n1=np.zeros(states + 1, dtype=np.int64))
+        batch = options.batch_size or states
+        self.queue = Queue(none, run.queue.model_E, plan.length, batch, in_flight=states)
+
+    def round(self) -> bool:
+        """Run a window of every row that is not done; False if there is none."""
+        rows_R = np.flatnonzero(self.next_n < self.end_n)
+        if not len(rows_R):
+            return False
+        ahead_R = np.minimum(self.window, self.end_n[rows_R] - self.next_n[rows_R])
+        states = self._states(rows_R, ahead_R)
+        draw_F = self.guess_F.copy()
+        self.queue.next_n, self.queue.end_n = np.zeros((2, len(self.queue.next_n)), dtype=np.int64)
+        self.queue.next_n[states] = np.concatenate(
+            [np.arange(self.next_n[r], self.next_n[r] + w) for r, w in zip(rows_R, ahead_R, strict=True)]
+        )
+        self.queue.end_n[states] = self.queue.next_n[states] + 1
+        self.queue.line_up()
+        while (made := next_call(self.queue, self.engine.run, self.engine.release)) is not None:
+            call, (token_N, _, _) = made
+            start_R = self.events.start_E[call.events_R]
+            first_R = np.cumsum(call.counts_R) - call.counts_R
+            at_F = np.arange(call.counts_R.sum()) + np.repeat(start_R - first_R, call.counts_R)
+            draw_F[at_F] = token_N[: len(at_F)].cpu().numpy()
+            self.made.append(call.events_R)
+            self.network_calls += 1
+            self.padded_calls += call.shape.rows - len(call.rows_R)
+            self.queue.advance(call)
+        for row, w in zip(rows_R.tolist(), ahead_R.tolist(), strict=True):
+            self._keep(row, w, draw_F)
+        if self.options.on_calls is not None:
+            self.options.on_calls(int((self.next_n - self.events.row_ptr_n1[:-1]).sum()), len(self.events.step_E))
+        return True
+
+    def _part(self, event: int) -> slice:
+        """Where an event's positions are among all."""
+        start = int(self.events.start_E[event])
+        return slice(start, start + int(self.events.count_E[event]))
+
+    def _states(self, rows_R: np.ndarray, ahead_R: np.ndarray) -> np.ndarray:
+        """Put the states of this round on the device; returns their numbers."""
+        tokens, numbers = [], []
+        for row, w in zip(rows_R.tolist(), ahead_R.tolist(), strict=True):
+            state_L = self.token_nL[row].copy()
+            for j in range(w):
+                tokens.append(state_L.copy())
+                numbers.append(row * self.window + j)
+                part = self._part(int(self.next_n[row]) + j)
+                guess = self.guess_F[part]
+                state_L[self.events.positions_F[part]] = np.where(guess < 0, self.options.mask_id, guess)
+        states, device = np.array(numbers), self.engine.device
+        self.engine.state_nL[torch.from_numpy(states).to(device)] = torch.from_numpy(np.stack(tokens)).to(device)
+        return states
+
+    def _keep(self, row: int, w: int, draw_F: np.ndarray) -> None:
+        """Write the draws that are right and pass their events; the others are guesses."""
+        right = True
+        for event in range(int(self.next_n[row]), int(self.next_n[row]) + w):
+            part = self._part(event)
+            positions, drawn = self.events.positions_F[part], draw_F[part]
+            if right:
+                self.token_nL[row, positions] = drawn
+                self.next_n[row] += 1
+                if self.options.callback is not None:
+                    step, t = int(self.events.step_E[event]), float(self.events.t_E[event])
+                    model = self.run.names[self.run.queue.model_E[event]]
+                    self.options.callback(Event(row, step, t, model, positions.tolist(), drawn.tolist()))
+                right = bool((self.guess_F[part] == drawn).all())
+            self.guess_F[part] = drawn
