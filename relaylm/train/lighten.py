@@ -8,7 +8,7 @@ left as were asked for. What counts is the divergence from the whole model at ma
 the very quantity that the distillation then minimises (`Objective` with a teacher), by the trainer's own loop: the same
 batches, optimizers, checkpoints and processes as `relaylm train`.
 
-It works for relaylm's own networks, those converted from MDLM, BD3-LM and SEDD among them. Shapes: N rows, L positions.
+It works for relaylm's own networks, those converted from MDLM and SEDD among them. Shapes: N rows, L positions.
 """
 
 from __future__ import annotations
@@ -149,8 +149,10 @@ def _teachable(family: Family, heavy: str, corpus: TokenFile) -> Transformer:
     if not isinstance(model, Transformer):
         raise UserError(
             f"{heavy} cannot be lightened: it runs through {type(model).__module__.split('.')[-1]}, and only relaylm's "
-            "own networks can be taken apart (families of `relaylm train`, MDLM, BD3-LM, SEDD)"
+            "own networks can be taken apart (families of `relaylm train`, MDLM, SEDD)"
         )
+    if model.block_length:
+        raise UserError(f"{heavy} cannot be lightened: it writes one block of positions after another (BD3-LM)")
     if (corpus.vocab_size, corpus.mask_id) != (family.vocab_size, family.mask_id):
         raise UserError(
             f"the corpus has {corpus.vocab_size} token ids and mask {corpus.mask_id}, the family {family.vocab_size} "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from relaylm.cli import main as cli
+from relaylm.convert import export
 from relaylm.errors import UserError
 from relaylm.models.denoiser import Architecture, FromLogits, Transformer
 from relaylm.models.family import Family
@@ -159,10 +161,22 @@ def test_a_family_gets_a_sibling(corpus: TokenFile, tmp_path: Path, capsys: pyte
     assert "lr was" in capsys.readouterr().err
 
 
+def test_a_checkpoint_in_mdlms_layout_gets_a_sibling(corpus: TokenFile, tmp_path: Path) -> None:
+    """Converted in place: adaLN without time is folded into biases, and the sibling has the same kind of blocks."""
+    export(Family({"one": network()}, 27, 28, 16), tmp_path / "mdlm")
+    folder = lighten(tmp_path / "mdlm", corpus.folder, tmp_path / "out", 3, rows=2, progress=False, steps=3, batch=4)
+    family = Family.load(folder)
+    assert family.light == "light3" and [getattr(family[name], "depth", 0) for name in family.names] == [3, 4]
+    assert family["light3"].architecture.qkv_bias  # type: ignore[attr-defined]
+
+
 def test_what_cannot_be_lightened_is_said(corpus: TokenFile, tmp_path: Path) -> None:
     silent = FromLogits(lambda tokens, t: torch.zeros(*tokens.shape, 28))
     with pytest.raises(UserError, match="only relaylm's own networks"):
         _teachable(Family({"a": silent}, 27, 28, 16), "a", corpus)
+    blocks = replace(SHAPE, block_length=4)
+    with pytest.raises(UserError, match="one block of positions after another"):
+        _teachable(Family({"a": network(blocks)}, 27, 28, 16), "a", corpus)
     with pytest.raises(UserError, match="own tokenizer"):
         _teachable(Family({"a": network(Architecture(30, 16, 16, 1, 2))}, 29, 30, 16), "a", corpus)
     with pytest.raises(UserError, match="no setting 'blocks_'"):
