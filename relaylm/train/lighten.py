@@ -38,7 +38,7 @@ from relaylm.train.step import world
 
 BLOCKS = "blocks.json"
 RECIPE = Recipe(
-    steps=2000, batch=32, optimizer="muon", lr=2e-3, beta2=0.98, warmup=100, decay="linear", ema=0.99, dropout=0.0,
+    steps=2000, batch=32, optimizer="muon", lr=5e-3, beta2=0.98, warmup=100, decay="linear", ema=0.99, dropout=0.0,
     log_every=20, eval_every=0, eval_rows=64, checkpoint_every=200,
 )  # fmt: skip
 

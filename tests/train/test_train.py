@@ -104,7 +104,7 @@ def test_moving_average_follows_the_weights(corpus: TokenFile) -> None:
 
 
 def test_presets_load_and_say_what_the_paper_says() -> None:
-    assert {"tiny-cpu", "wiki-char", "books-char", "wiki-bpe", "owt", "lm1b"} <= set(presets())
+    assert {"tiny-cpu", "laptop", "wiki-char", "books-char", "wiki-bpe", "owt", "lm1b"} <= set(presets())
     owt = load_preset("owt")
     assert (owt.width, owt.heads, owt.length, owt.packing, max(owt.depths)) == (768, 12, 1024, "wrap", 12)
     assert (owt.recipe.batch, owt.recipe.steps, owt.recipe.lr) == (512, 1_000_000, 3e-4)
@@ -112,7 +112,7 @@ def test_presets_load_and_say_what_the_paper_says() -> None:
     for name in presets():
         loaded = load_preset(name)
         loaded.architecture(max(loaded.depths), 100, 99)
-        assert json.loads(json.dumps(loaded.to_json()))["name"] == name
+        assert json.loads(json.dumps(loaded.to_json()))["name"] == name and loaded.description
 
 
 def test_overrides_and_bad_settings(tmp_path: Path) -> None:
@@ -577,7 +577,7 @@ def test_stages_are_what_a_shorter_run_would_have_been(
     assert "no stage 3: 1b, 2b, 2b-twin" in capsys.readouterr().err and not (tmp_path / "plain" / "stages").exists()
 
 
-@pytest.mark.parametrize("name", ["owt", "lm1b", "wiki-char", "books-char", "wiki-bpe"])
+@pytest.mark.parametrize("name", ["owt", "lm1b", "wiki-char", "books-char", "wiki-bpe", "laptop"])
 def test_presets_at_toy_size(name: str, tmp_path: Path) -> None:
     """Every preset's own way of packing, with its own recipe but for the sizes."""
     from test_corpus import words
@@ -586,7 +586,7 @@ def test_presets_at_toy_size(name: str, tmp_path: Path) -> None:
     documents = [" ".join(rng.choice(list("abcdefgh"), size=rng.integers(3, 30))) for _ in range(150)]
     preset = load_preset(name)
     (tmp_path / "a.txt").write_text(("\n" if preset.packing == "pad" else "\n\n").join(documents))
-    tokenizer = {"wiki-bpe": "bpe:270", "lm1b": words("[MASK]"), "owt": words()}.get(name, "text8")
+    tokenizer = {"wiki-bpe": "bpe:270", "laptop": "bpe:270", "lm1b": words("[MASK]"), "owt": words()}.get(name, "text8")
     rule = {"tokenizer": tokenizer, "packing": preset.packing, "length": 16, "holdout": 0.1}
     prepare(tmp_path / "a.txt", tmp_path / "c", progress=False, **rule)  # type: ignore[arg-type]
     sizes = {"length": 16, "width": 16, "heads": 2, "depths": [1, 2], "twin": 2, "judge": 1}
