@@ -18,7 +18,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Threads that wait for each other sleep instead of spinning: on a busy machine spinning makes a small network ten times
 # slower, on an idle one sleeping costs little. It has an effect only before torch is imported.

@@ -24,7 +24,7 @@ FLOORS: list[set[str]] = [
     {"sampling"},
     {"measure"},
     {"show"},
-    {"search", "train", "serve"},
+    {"search", "train", "serve", "harness"},
     {"cluster"},
     {"studies"},
     {"cli"},

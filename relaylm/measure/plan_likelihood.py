@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from relaylm.core.cost import Cost
-from relaylm.core.plan import make_events, make_plan
+from relaylm.core.plan import Plan, make_events, make_plan
 from relaylm.core.schedule import Schedule
 from relaylm.core.spacing import events_of_calls, spaced_events
 from relaylm.errors import UserError
@@ -61,13 +61,17 @@ def plan_bound(
     device: torch.device | str = "cpu",
     batch_size: int = 32,
     progress: bool = False,
+    plan: Plan | None = None,
 ) -> ScheduleBound:
     """The bound of a schedule with models' names in it, in bits for one position, with its interval over rows. `steps`
     is T, or infinity; a spaced schedule takes none, nor does a rule that finds its own; where models write in blocks
-    all of these are a block's. Rules that look at draws, or mask positions again, have no bound and are refused."""
+    all of these are a block's. Rules that look at draws, or mask positions again, have no bound and are refused.
+    `plan` says which plans to follow instead of those of the seed; what it has as given is not scored."""
     if rows_NL.ndim != 2 or (rows_NL == mask_id).any() or (rows_NL < 0).any():
         raise UserError("a bound needs whole rows of tokens, without masks and free positions")
     if block := next(getattr(model, "block_length", 0) for model in models.values()):
+        if plan is not None:
+            raise UserError("models that write in blocks have bounds of whole rows only")
         each = {"steps": steps, "rule": rule, "device": device, "batch_size": batch_size}
         return _block_bound(models, schedule, rows_NL, mask_id, block, seed, first_row, progress, each)
     names = tuple(models)
@@ -75,7 +79,8 @@ def plan_bound(
     lookup = static_models(followed, names)
     assert lookup is not None
     n, length = rows_NL.shape
-    plan = make_plan(n, length, seed, first_row=first_row)
+    plan = make_plan(n, length, seed, first_row=first_row) if plan is None else plan
+    free_N = (plan.given_nL < 0).sum(axis=1)
     if rule is not None and not rule.bounded:
         raise UserError(f"{rule.name} looks at the tokens it draws or masks some again: it has no likelihood bound")
     if rule is not None and not rule.planned:
@@ -83,7 +88,7 @@ def plan_bound(
         with progress_bar("bound", n * (length if rule.adaptive else len(times or ()) - 1), "step", progress) as bar:
             options["on_calls"] = lambda done, _: bar.update(done - bar.n)
             nats_N, run = forced(models, schedule, plan, rule, rows_NL, steps=steps, **options)
-        return _bound(nats_N, length, run.cost)
+        return _bound(nats_N, free_N, run.cost)
     if rule is not None and rule.levels is not None:
         events = events_of_calls(plan, level_calls(rule, plan.given_nL))
     elif schedule.spacing is not None:
@@ -92,8 +97,10 @@ def plan_bound(
         events = make_events(plan if rule is None or times is None else planned(rule, plan, times), times)
     model_E = lookup(events.step_E, events.t_E)
     row_E = np.repeat(np.arange(n), events.per_row_n)
-    order_NL = events.positions_F.reshape(n, length)  # every position is free
-    rank_NL = np.argsort(order_NL, axis=1)
+    first_N = np.cumsum(free_N) - free_N  # of each row in positions_F
+    row_F = np.repeat(np.arange(n), free_N)
+    rank_NL = np.full((n, length), -1)  # in which order positions are written; given ones come before all
+    rank_NL[row_F, events.positions_F] = np.arange(len(row_F)) - first_N[row_F]
     rows, rank = (torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (rows_NL.astype(np.int64), rank_NL))
     nats_N = np.zeros(n)
     with progress_bar("bound", len(row_E), "call", progress) as bar:
@@ -107,7 +114,7 @@ def plan_bound(
                 own = own[len(part) :]
                 due_BK, real_BK = _due(events.start_E[part], events.count_E[part], events.positions_F)
                 row_B = torch.from_numpy(row_E[part]).to(device)
-                before_B = torch.from_numpy(events.start_E[part] - row_E[part] * length).to(device)
+                before_B = torch.from_numpy(events.start_E[part] - first_N[row_E[part]]).to(device)
                 text_BL = rows[row_B]
                 seen_BL = torch.where(rank[row_B] < before_B[:, None], text_BL, mask_id)
                 t_B = torch.from_numpy(events.t_E[part]).to(device, torch.float32)
@@ -117,7 +124,7 @@ def plan_bound(
                 log_p = logits.log_softmax(dim=-1).gather(2, text_BL.gather(1, places)[..., None])[..., 0]
                 np.add.at(nats_N, row_E[part], -np.where(real_BK, log_p.cpu().numpy(), 0.0).sum(axis=1))
                 bar.update(len(part))
-    return _bound(nats_N, length, cost_of_calls(models, model_E, events.count_E, length, names[-1], followed, plan))
+    return _bound(nats_N, free_N, cost_of_calls(models, model_E, events.count_E, length, names[-1], followed, plan))
 
 
 def _block_bound(
@@ -148,11 +155,11 @@ def _block_bound(
                 tokens = torch.from_numpy(here.astype(np.int64)).to(each["device"])
                 within = {name: one.after(tokens, True) for name, one in within.items()}
                 bar.update()
-    return _bound(nats_N, length, total_cost(costs))
+    return _bound(nats_N, np.full(n, length), total_cost(costs))
 
 
-def _bound(nats_N: np.ndarray, length: int, cost: Cost) -> ScheduleBound:
-    bits, low, high = (float(v) for v in metrics.mean_interval(nats_N / (length * np.log(2))))
+def _bound(nats_N: np.ndarray, free_N: np.ndarray, cost: Cost) -> ScheduleBound:
+    bits, low, high = (float(v) for v in metrics.mean_interval(nats_N / (free_N * np.log(2))))
     return ScheduleBound(bits, low, high, len(nats_N), nats_N, cost)
 
 

@@ -39,7 +39,7 @@ STAND_INS = ("path/to/family", "out/family", "FOLDER_OR_HUB_ID", "wiki-char")
 CHEAP = ("sample", "info", "ls", "prepare", "demo", "bound")
 OPTIONAL = (
     *("transformers", "datasets", "matplotlib", "ray", "gguf", "huggingface_hub", "typer", "pandas", "tqdm"),
-    *("tensorboard", "triton"),
+    *("tensorboard", "triton", "lm_eval"),
 )
 TEXT = "the quick brown fox jumps over the lazy dog and the history of the river goes on " * 60
 

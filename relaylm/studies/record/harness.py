@@ -1,0 +1,70 @@
+"""Schedules side by side in lm-evaluation-harness, on the tasks under examples/lm-eval.
+
+    python -m relaylm.studies.record.harness wiki-bpe examples/lm-eval results/lm-eval/wiki-bpe.json [--limit 40]
+
+OUT.json has lm_eval's scores with its standard errors for every schedule, and the standard errors of the likelihood
+estimates themselves. It is written after each schedule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relaylm.files import write_json
+from relaylm.harness import model_class
+from relaylm.measure.provenance import how_made
+
+SCHEDULES: tuple[dict[str, Any], ...] = (
+    {"schedule": "heavy", "steps": 512},
+    {"schedule": "light", "steps": 512},
+    {"schedule": "sandwich:25%", "steps": 512},
+    {"schedule": "heavy", "spacing": 16},
+)
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family")
+    parser.add_argument("tasks", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--limit", type=int, help="documents of each task (default: all)")
+    parser.add_argument("--calls", type=int, default=8, help="network calls for one likelihood, about")
+    parser.add_argument("--device", default="auto")
+    options = parser.parse_args()
+
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(options.tasks), include_defaults=False)
+    found: list[dict[str, Any]] = []
+    for chosen in SCHEDULES:
+        began = time.perf_counter()
+        model = model_class()(family=options.family, calls=options.calls, device=options.device, **chosen)
+        names = list(manager.all_tasks)
+        got = simple_evaluate(model, tasks=names, task_manager=manager, limit=options.limit, log_samples=False)
+        scheduled = model.scheduled
+        errors = [error for error in scheduled.standard_errors if error > 0]
+        scores = {name: {k: v for k, v in got["results"][name].items() if "," in k} for name in sorted(got["results"])}
+        found.append(
+            {
+                **chosen,
+                "scores": scores,
+                "samples": {name: entry["effective"] for name, entry in got["n-samples"].items()},
+                "standard_error_median": float(np.median(errors)),
+                "seconds": time.perf_counter() - began,
+            }
+        )
+        print(found[-1], flush=True)
+        about = {"family": {"name": scheduled.family.name, "digest": scheduled.family.digest}, "seed": scheduled.seed}
+        about |= {"calls": options.calls, "limit": options.limit, "lm_eval": got["lm_eval_version"]}
+        write_json(options.out, {**about, **how_made(scheduled.family.device), "schedules": found})
+
+
+if __name__ == "__main__":
+    main()
