@@ -133,6 +133,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "training": tables.training,
     "judges": tables.judges,
     "cost": tables.cost,
+    "loaded": tables.loaded,
+    "refused": tables.refused,
     "verdicts": partial(tables.reported, name="claims", columns=VERDICTS),
     "peaks": partial(tables.reported, name="peaks", columns=PEAKS),
     "float32": partial(tables.reported, name="precision", columns=FLOAT32, schedule="heavy"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import paper_cost
 
+from relaylm.convert import formats
 from relaylm.core.schedule import Spacing
 from relaylm.core.spacing import expected_calls
 from relaylm.studies.paper.document import markdown_table
@@ -248,6 +249,20 @@ def judges(records: Path) -> str:
         f"{tau:.2f} ({low:.2f} to {high:.2f}), and they put {len(found['differ'])} of {len(found['pairs'])} pairs of "
         "schedules in opposite orders, each significantly."
     )
+
+
+def loaded(records: Path) -> str:
+    """Which public models load."""
+    rows = [
+        {"format": f"`{one.name}`", "models": one.models, "by": one.network, "masks": one.law, "note": one.note}
+        for one in formats.LOADED
+    ]
+    return _table(rows)
+
+
+def refused(records: Path) -> str:
+    """Which public models do not load."""
+    return _table([{"models": one.models, "why": one.why} for one in formats.REFUSED])
 
 
 def cost(records: Path) -> str:

@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--length", type=positive, help="longest sequence, where the checkpoint does not say")
     add("--mask-id", type=natural, help="the mask's token id, where the checkpoint does not say")
     add("--heads", type=positive, help="attention heads, where the checkpoint does not say")
+    add("--block-length", type=positive, help="positions of a block, of models that write in blocks and do not say")
     add("--raw-weights", action="store_true", help="of a .ckpt, the raw weights instead of the averaged ones")
     add("--to-mdlm", action="store_true", help="the other way: a family to MDLM's published layout")
     add("--overwrite", action="store_true", help="replace what is there")
@@ -36,7 +37,11 @@ def run(args: argparse.Namespace) -> tools.Result:
         written = export(sources[0], folder, **tools.chosen(args, "license overwrite"))
     else:
         names = args.names.split(",") if args.names else None
-        options = {key: value for key, value in tools.chosen(args, "length mask_id heads").items() if value is not None}
+        options = {
+            key: value
+            for key, value in tools.chosen(args, "length mask_id heads block_length").items()
+            if value is not None
+        }
         options |= {"ema": False} if args.raw_weights else {}
         same = tools.chosen(args, "tokenizer revision license overwrite")
         written = convert(sources, folder, names=names, **same, **options)

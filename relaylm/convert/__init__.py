@@ -1,13 +1,8 @@
 """Public checkpoints in: what a source is, and a family made of it.
 
 A source is a file, a folder, a hub id (`owner/name`, or `owner/name/path/to/file`), or several of these with commas
-between them, which then form one family. Formats, by the names that `recognise` gives:
-
-    mdlm        kuleshov-group/mdlm-owt and what `export` writes          lightning   MDLM's and its relatives' .ckpt
-    bd3lm       BD3-LM whose blocks are as long as the sequence           sedd        louaaron/sedd-small, -medium
-    smdm        nieshen/SMDM, any size                                    llada, dream, masked-lm   by transformers
-
-Nothing is ever unpickled, and no code that comes with a checkpoint is run.
+between them, which then form one family. `formats` lists what loads, by the names that `recognise` gives, and what is
+refused. Nothing is ever unpickled, and no code that comes with a checkpoint is run.
 """
 
 from relaylm.convert.chat import chat_prompt, texts, until_eos

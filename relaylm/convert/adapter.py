@@ -2,7 +2,9 @@ r"""A `transformers` model as a denoiser: the trunk runs once on the whole row, 
 
 None of the authors' code is used: `transformers`' own classes serve, and `trust_remote_code` is never set.
 
-Shapes: B rows, L positions, K positions asked for, D width, V vocabulary.
+A network in blocks of positions gets its mask of attention from here, and its past as one of `transformers`' caches.
+
+Shapes: B rows, L positions, P finished ones before them, K positions asked for, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from relaylm.errors import UserError
-from relaylm.models.layers import take
+from relaylm.models.layers import Past, block_mask, take
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Shape:
     width: int
     depth: int
     heads: int
+    block_length: int = 0
     time_conditioning: ClassVar[bool] = False
 
 
@@ -38,6 +41,7 @@ class Adapter:
     def __init__(self, model: Any, shape: Shape, *, shifted: bool = False, bidirectional: bool = False) -> None:
         self.model, self.architecture, self.shifted = model.eval().requires_grad_(False), shape, shifted
         self.vocab_size, self.mask_id, self.depth = shape.vocab_size, shape.mask_id, shape.depth
+        self.block_length = shape.block_length
         self.trunk, self._head = model.base_model, _head_parts(model)
         self._matrices = sum(  # the trunk's weights that meet every position
             value.numel()
@@ -45,7 +49,9 @@ class Adapter:
             if value.dim() == 2 and "embed" not in name and "pooler" not in name
         )
         self._explicit_mask = False
-        if bidirectional:
+        if self.block_length:
+            self._check_blocks()
+        elif bidirectional:
             self._make_bidirectional()
 
     @property
@@ -63,10 +69,11 @@ class Adapter:
             self.model.to(device)
         return self
 
-    def flops(self, length: int, positions: int | None = None) -> float:
-        """Operations of one call on one row; `positions` where logits are asked for, None for everywhere."""
+    def flops(self, length: int, positions: int | None = None, past: int = 0) -> float:
+        """Operations of one call on one row; `positions` where logits are asked for, None for everywhere; `past`
+        finished ones before them."""
         a, k = self.architecture, length if positions is None else positions
-        trunk = 2 * length * self._matrices + 4 * length**2 * a.width * a.depth
+        trunk = 2 * length * self._matrices + 4 * length * (past + length) * a.width * a.depth
         return float(trunk + 2 * k * a.width * a.vocab_size)
 
     def logits(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
@@ -77,15 +84,20 @@ class Adapter:
         """Logits (B, K, V) at K positions of each row."""
         return self.head(self.hidden_at(tokens_BL, t_B, positions_BK))
 
-    def hidden_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor | None) -> Tensor:
+    def hidden_at(
+        self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor | None, past: Past | None = None
+    ) -> Tensor:
         """The trunk's output (B, K, D) from which the positions are answered."""
-        x_BLD = self._run(tokens_BL)
-        if positions_BK is None:
-            if not self.shifted:
-                return x_BLD
-            positions_BK = torch.arange(tokens_BL.shape[1], device=x_BLD.device).expand(len(tokens_BL), -1)
-        index = (positions_BK - 1).clamp(min=0) if self.shifted else positions_BK
-        return take(x_BLD, index.to(x_BLD.device))
+        x_BLD, _ = self._run(tokens_BL, past)
+        if self.shifted:
+            first_BD = x_BLD[:, 0] if past is None or past.last_BD is None else past.last_BD
+            x_BLD = torch.cat([first_BD[:, None], x_BLD[:, :-1]], dim=1)
+        return x_BLD if positions_BK is None else take(x_BLD, positions_BK.to(x_BLD.device))
+
+    def extend(self, tokens_BL: Tensor, past: Past | None = None) -> Past:
+        """The past with these tokens, whole blocks of them, after it."""
+        x_BLD, cache = self._run(tokens_BL, past, keep=True)
+        return Past(tuple((layer[0], layer[1]) for layer in cache), x_BLD[:, -1])
 
     def head(self, x_KD: Tensor, t_B: Tensor | None = None) -> Tensor:
         """Logits of any rows of the trunk's output, in float32 or wider; the matrix keeps its own type."""
@@ -95,16 +107,26 @@ class Adapter:
         logits = x.to(self.device)
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def _run(self, tokens_BL: Tensor) -> Tensor:
+    def _run(self, tokens_BL: Tensor, past: Past | None = None, keep: bool = False) -> tuple[Tensor, Any]:
+        """The trunk's output everywhere, and transformers' cache with the call's own keys and values if they are to be
+        kept."""
         options: dict[str, Any] = {}
-        if self._explicit_mask:
-            b, length = tokens_BL.shape
-            options["attention_mask"] = torch.zeros(
-                b, 1, length, length, dtype=self.model.dtype, device=tokens_BL.device
-            )
+        (b, length), before, cache = tokens_BL.shape, 0 if past is None else past.length, None
+        if self.block_length or self._explicit_mask:
+            mask = torch.zeros(length, before + length, dtype=self.model.dtype, device=tokens_BL.device)
+            sees = block_mask(length, before, self.block_length, mask.device) if self.block_length else None
+            mask = mask if sees is None else mask.masked_fill(~sees, torch.finfo(mask.dtype).min)
+            options["attention_mask"] = mask.expand(b, 1, -1, -1)
+        if past is not None or keep:
+            from transformers import DynamicCache
+
+            cache = options["past_key_values"] = DynamicCache()
+            for i, (k, v) in enumerate(() if past is None else past.layers):
+                cache.update(k, v, i)
+            options["position_ids"] = torch.arange(before, before + length, device=tokens_BL.device)[None]
         if hasattr(self.model.config, "use_cache"):
-            options["use_cache"] = False
-        return self.trunk(input_ids=tokens_BL, **options)[0].to(tokens_BL.device)
+            options["use_cache"] = cache is not None
+        return self.trunk(input_ids=tokens_BL, **options)[0].to(tokens_BL.device), cache
 
     def _make_bidirectional(self) -> None:
         """Take the causal mask away: by the switch that this version of transformers has, else by a mask of zeros. That
@@ -120,8 +142,17 @@ class Adapter:
 
     @torch.no_grad()
     def _sees_ahead(self) -> bool:
-        first_BD = self._run(torch.tensor([[0, 1, 2], [0, 1, 3]], device=self.device))[:, 0]
+        first_BD = self._run(torch.tensor([[0, 1, 2], [0, 1, 3]], device=self.device))[0][:, 0]
         return not torch.equal(first_BD[0], first_BD[1])
+
+    @torch.no_grad()
+    def _check_blocks(self) -> None:
+        """The mask of attention must be followed: a block's first position sees its own block and not the next."""
+        tokens_BL = torch.zeros(3, 2 * self.block_length, dtype=torch.int64, device=self.device)
+        tokens_BL[1, self.block_length - 1] = tokens_BL[2, self.block_length] = 1
+        first_BD = self._run(tokens_BL)[0][:, 0]
+        if torch.equal(first_BD[0], first_BD[1]) or not torch.equal(first_BD[0], first_BD[2]):
+            raise UserError("this version of transformers does not follow a mask of attention in blocks")
 
     @torch.no_grad()
     def check_head(self, where: object) -> None:

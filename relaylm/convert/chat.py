@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,13 +41,12 @@ def chat_prompt(folder: Source, messages: list[dict[str, str]]) -> str:
     hub repository (chat_template.jinja, or "chat_template" in tokenizer_config.json), rendered in jinja's sandbox."""
     hub = isinstance(folder, str) and HUB_ID.fullmatch(folder) and not exists(folder)
     place = fetch_tokenizer(str(folder)) if hub else expand(folder)
-    path, separate = place / "tokenizer_config.json", place / "chat_template.jinja"
-    config = read_object(path) if path.is_file() else {}
-    template = separate.read_text(encoding="utf-8") if separate.is_file() else config.get("chat_template")
-    if isinstance(template, list):  # several named ones
-        by_name = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = by_name.get("default")
-    if not isinstance(template, str):
+    inside = sorted(entry for entry in place.iterdir() if entry.is_dir()) if place.is_dir() else []
+    for where in (place, *inside):  # a converted folder keeps each model's files in a folder of its own
+        template, config = _template(where)
+        if template is not None:
+            break
+    else:
         raise UserError(
             f"{place} has no chat template: its model was not tuned for conversations, or give the text itself"
         )
@@ -55,7 +56,9 @@ def chat_prompt(folder: Source, messages: list[dict[str, str]]) -> str:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
     environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
     environment.globals["raise_exception"] = refuse
     special = {}
@@ -68,3 +71,14 @@ def chat_prompt(folder: Source, messages: list[dict[str, str]]) -> str:
         )
     except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
         raise UserError(f"the chat template in {place} cannot render these messages ({reason(error)})") from None
+
+
+def _template(folder: Path) -> tuple[str | None, dict[str, Any]]:
+    """The chat template of a folder, if it has one, and its tokenizer's configuration."""
+    path, separate = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    config = read_object(path) if path.is_file() else {}
+    template = separate.read_text(encoding="utf-8") if separate.is_file() else config.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        by_name = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = by_name.get("default")
+    return template if isinstance(template, str) else None, config

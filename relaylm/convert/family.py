@@ -151,7 +151,9 @@ def convert(
                 shutil.copyfile(file, place / (file.name if place != new else f"{one.name}{file.suffix}"))
         for extra, data in ({} if found.tokenizer is None else found.tokenizer.files()).items():
             (new / extra).write_bytes(data)
-        remembered = {key: given[key] for key in ("mask_id", "length", "heads", "time_conditioning") if key in given}
+        remembered = {key: value for key, value in given.items() if key not in ("ema", "device_map")}
+        if block := getattr(found.models[0].shape, "block_length", 0):
+            remembered["block_length"] = block  # which a model's name may have said
         write_json(new / NOTES, {"format": found.meta["format"], "options": remembered, "meta": found.meta})
         (new / "README.md").write_text(card, encoding="utf-8")
 

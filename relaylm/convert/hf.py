@@ -1,4 +1,4 @@
-r"""Models that run through `transformers`: LLaDA and Dream (`llama`), and masked language models such as BERT.
+r"""Models that run through `transformers`: LLaDA, Dream, SDAR and relatives (`llama`), and masked LMs such as BERT.
 
 Masked LMs keep their own vocabulary and mask ([MASK], <mask>). Weights are read from safetensors only, straight to the
 device and type that the user asks for (`device_map` needs the package `accelerate`); no second copy is made.
@@ -25,14 +25,16 @@ SPARE = re.compile(r"pooler\.|seq_relationship|position_ids|inv_freq|nsp|classif
 # A masked LM's configuration without what points at code or at where it came from.
 DROPPED = ("auto_map", "architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype")
 TIED = ("lm_head.weight", "model.transformer.ff_out.weight")  # stored by some writers though it is the embedding
+FORMATS = (*dict.fromkeys(kind.format for kind in llama.KINDS.values()), "masked-lm")
+TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
 OFFSET = ("roberta", "xlm-roberta", "camembert", "longformer", "esm")  # positions start after the padding token's
 
 
 def kind_of(config: dict[str, Any]) -> str | None:
-    """llada, dream or masked-lm, from config.json."""
+    """The format of a config.json: one of `llama.KINDS`, or masked-lm."""
     model_type = str(config.get("model_type", "")).lower()
-    if model_type in ("llada", "dream"):
-        return model_type
+    if model_type in llama.KINDS:
+        return llama.KINDS[model_type].format
     names = config.get("architectures")
     masked = isinstance(names, list) and any(str(name).endswith("ForMaskedLM") for name in names)
     return "masked-lm" if masked and model_type else None
@@ -42,22 +44,22 @@ def open_folder(folder: Path, name: str, options: Options, tokenizer_mask: int |
     """A Hugging Face folder: config.json and safetensors."""
     path = folder / "config.json"
     stored = read_object(path)
-    kind, mask_id, layout = kind_of(stored), tokenizer_mask, None
+    kind = llama.KINDS.get(str(stored.get("model_type", "")).lower())
     files = weight_files(folder)
     if not files:
         raise UserError(f"{folder} has no safetensors: weights that run through transformers are read from those alone")
     tensors = open_safetensors(files)
-    if kind == "llada":
-        config, mask_id = llama.llada_config(stored, path), llama.LLADA_MASK
-        layout = llama.llada_layout(config)
-    elif kind == "dream":
-        config, mask_id = llama.dream_config(stored, path), llama.DREAM_MASK
-        layout = llama.dream_layout(config)
-    else:
+    mask_id, block = tokenizer_mask, 0
+    missing: list[str] = []
+    if kind is None:
         config = {key: value for key, value in stored.items() if key not in DROPPED}
-    if layout is not None:
+    else:
+        config = llama.config_of(kind, stored, path)
+        mask_id = kind.mask if config["vocab_size"] in kind.vocabularies else tokenizer_mask
+        block, missing = llama.block_length(kind, stored, name, options)
         tied = TIED if config["tie_word_embeddings"] else ()
-        check_tensors({key: lazy for key, lazy in tensors.items() if key not in tied}, layout, folder)
+        expected = llama.layout(kind, config)
+        check_tensors({key: lazy for key, lazy in tensors.items() if key not in tied}, expected, folder)
     mask_id = stored.get("mask_token_id", mask_id) if options.mask_id is None else options.mask_id
     if not isinstance(mask_id, int):
         raise UserError(f"{folder} does not say which token is the mask: give mask_id, or a tokenizer that has one")
@@ -65,6 +67,8 @@ def open_folder(folder: Path, name: str, options: Options, tokenizer_mask: int |
     if not length:
         length = number(config, "max_position_embeddings", path)
         length -= 1 + int(config.get("pad_token_id", 1)) if config.get("model_type") in OFFSET else 0
+    if block and (length := length - length % block) == 0:
+        raise UserError(f"{folder} writes blocks of {block} positions: the length must be at least one of them")
 
     shape = Shape(
         number(config, "vocab_size", path),
@@ -73,23 +77,26 @@ def open_folder(folder: Path, name: str, options: Options, tokenizer_mask: int |
         _either(config, "hidden_size", "dim", path),
         _either(config, "num_hidden_layers", "n_layers", path),
         _either(config, "num_attention_heads", "n_heads", path),
+        block,
     )
 
     def make(device: torch.device, dtype: torch.dtype | None, fold: bool) -> Adapter:
         model = _load(folder, kind, config, device, dtype, options.device_map)
-        adapter = Adapter(model, shape, shifted=kind == "dream", bidirectional=layout is not None)
-        if layout is None:
-            adapter.check_head(folder)
+        if kind is not None:
+            return Adapter(model, shape, shifted=kind.shifted, bidirectional=True)
+        adapter = Adapter(model, shape)
+        adapter.check_head(folder)
         return adapter
 
     return Found(
-        format=kind or "masked-lm",
+        format="masked-lm" if kind is None else kind.format,
         name=name,
         shape=shape,
         parameters=sum(lazy.elements for key, lazy in tensors.items() if not SPARE.search(key)),
         tensors=tensors,
         build=make,
         files=[*files, *sorted(p for p in folder.iterdir() if p.suffix in (".json", ".jinja", ".txt") and p.is_file())],
+        missing=missing,
         meta={"eos_ids": _eos_ids(folder, stored)},
     )
 
@@ -102,20 +109,24 @@ def _either(config: dict[str, Any], key: str, other: str, where: Path) -> int:
 def _eos_ids(folder: Path, config: dict[str, Any]) -> list[int]:
     """The tokens that end a text: those of the configurations, and the end of a turn of chat."""
     found: list[int] = []
-    generation, tokenizer = folder / "generation_config.json", folder / "tokenizer.json"
+    generation, tokenizer, more = (
+        folder / name for name in ("generation_config.json", "tokenizer.json", "added_tokens.json")
+    )
     for source in (config, read_object(generation) if generation.is_file() else {}):
         value = source.get("eos_token_id")
         found += [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)]
     added = read_object(tokenizer).get("added_tokens", []) if tokenizer.is_file() else []
     for token in added if isinstance(added, list) else []:
-        if isinstance(token, dict) and token.get("content") in ("<|eot_id|>", "<|im_end|>"):
+        if isinstance(token, dict) and token.get("content") in TURN_ENDS:
             found.append(int(token["id"]))
+    named = read_object(more) if more.is_file() else {}  # of tokenizers without a tokenizer.json (Dream)
+    found += [named[token] for token in TURN_ENDS if isinstance(named.get(token), int)]
     return sorted(set(found))
 
 
 def _load(
     folder: Path,
-    kind: str | None,
+    kind: llama.Kind | None,
     config: dict[str, Any],
     device: torch.device,
     dtype: torch.dtype | None,
@@ -128,15 +139,13 @@ def _load(
     if device_map is not None:
         options["device_map"] = device_map
     try:
-        if kind == "llada":
-            made, loader = transformers.LlamaConfig(**config), transformers.LlamaForCausalLM
-            options["key_mapping"] = llama.RENAMED
-        elif kind == "dream":
-            made, loader = transformers.Qwen2Config(**config), transformers.Qwen2ForCausalLM
-        else:
+        if kind is None:
             made, loader = transformers.AutoConfig.for_model(**config), transformers.AutoModelForMaskedLM
-        if kind in ("llada", "dream"):
+        else:
+            made = getattr(transformers, f"{kind.network}Config")(**config)
+            loader = getattr(transformers, f"{kind.network}ForCausalLM")
             options["generation_config"] = transformers.GenerationConfig()
+            options |= {"key_mapping": llama.RENAMED} if kind.format == "llada" else {}
         model, report = loader.from_pretrained(
             str(folder),
             config=made,

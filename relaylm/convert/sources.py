@@ -17,7 +17,7 @@ from typing import Any
 
 import tokenizers
 
-from relaylm.convert import hf, mdlm, pickles, sedd, smdm
+from relaylm.convert import formats, hf, mdlm, pickles, sedd, smdm
 from relaylm.convert.tensors import Found, Options
 from relaylm.convert.weights import open_safetensors
 from relaylm.errors import UserError
@@ -28,7 +28,7 @@ from relaylm.models.load import HUB_FILES, download
 from relaylm.models.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 
 Source = str | Path
-FORMATS = "MDLM, BD3-LM, SEDD, SMDM, LLaDA, Dream, masked LMs"
+FORMATS = ", ".join(dict.fromkeys(one.title for one in formats.LOADED))
 NOTES = "convert.json"  # what a converted folder remembers: the options that were given
 _GPT2 = "the tokenizer: give GPT-2's tokenizer.json (hub id openai-community/gpt2)"
 _LLAMA = "the tokenizer: give TinyLlama's tokenizer.json (hub id TinyLlama/TinyLlama_v1.1)"
@@ -97,6 +97,8 @@ def _kind(path: Path) -> str | None:
         if (path / MANIFEST).is_file() or not (path / "config.json").is_file():
             return None
         config = read_object(path / "config.json")
+        if why := formats.refusal(config):
+            raise UserError(f"{path} cannot be used: it is {why}")
         if config.get("model_type") in ("mdlm", "bd3lm"):
             return str(config["model_type"])
         return "sedd" if sedd.is_config(config) else hf.kind_of(config)
@@ -132,7 +134,7 @@ def _open(name: str, path: Path, options: Options, tokenizer: Tokenizer | None) 
             return sedd.open_folder(path, name, options)
         case "mdlm" | "bd3lm":
             return mdlm.open_folder(path, name, options) if path.is_dir() else mdlm.open_file(path, name, options)
-        case "llada" | "dream" | "masked-lm":
+        case kind if kind in hf.FORMATS:
             return hf.open_folder(path, name, options, None if tokenizer is None else tokenizer.mask_id)
     raise UserError(f"{path} holds no checkpoint that relaylm knows ({FORMATS})")
 
@@ -188,10 +190,8 @@ def look(
 ) -> Checkpoints:
     """Every checkpoint of a source, checked to belong together, and the tokenizer. Options are those of `Options`."""
     parts = _parts(source, revision)
-    if names is not None:
-        if len(names) != len(parts):
-            raise UserError(f"there are {len(parts)} models to name, but {len(names)} names")
-        parts = [(name, path) for name, (_, path) in zip(names, parts, strict=True)]
+    if names is not None and len(names) != len(parts):
+        raise UserError(f"there are {len(parts)} models to name, but {len(names)} names")
     folders = [path if path.is_dir() else path.parent for _, path in parts]
     reader = _tokenizer(tokenizer, [*folders, *(f.parent for f in folders if (f.parent / NOTES).is_file())])
     found: list[Found] = []
@@ -200,6 +200,8 @@ def look(
         remembered = read_object(notes).get("options", {}) if notes else {}
         known = {key: value for key, value in remembered.items() if key in Options.__dataclass_fields__}
         found.append(_open(_safe_name(name), path, Options(**{**known, **options}), reader))
+    for one, name in zip(found, names or (), strict=False):  # after opening: a published name may say something
+        one.name = _safe_name(name)
     seen: Counter[str] = Counter()
     for one in found:
         seen[one.name] += 1
@@ -260,7 +262,7 @@ def _tokenizer(given: Source | Tokenizer | None, folders: Iterable[Path]) -> Tok
         if (folder / "tokenizer.json").is_file():
             return load_tokenizer(folder)
         whole = all((folder / name).is_file() for name in ("vocab.json", "merges.txt", "config.json"))
-        if whole and hf.kind_of(read_object(folder / "config.json")) == "dream":
+        if whole and hf.kind_of(read_object(folder / "config.json")) not in (None, "llada", "masked-lm"):
             return _qwen_tokenizer(folder)
     return None
 
@@ -281,7 +283,8 @@ def fetch_tokenizer(name: str) -> Path:
 
 
 def _qwen_tokenizer(folder: Path) -> Tokenizer | None:
-    """Dream has no tokenizer.json; its vocabulary and merges are Qwen2's, for which transformers has the rules."""
+    """Dream and some relatives have no tokenizer.json; their vocabulary and merges are Qwen2's, for which transformers
+    has the rules."""
     try:
         import transformers
 

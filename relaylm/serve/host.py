@@ -17,6 +17,7 @@ from relaylm.core.cost import Cost
 from relaylm.core.plan import Plan, make_plan
 from relaylm.core.schedule import Policy
 from relaylm.errors import UserError
+from relaylm.models.compat import check_whole
 from relaylm.models.family import Family
 from relaylm.sampling.confidence import RuleRun, as_plan, changes_of
 from relaylm.sampling.denoise import Options, follow
@@ -77,6 +78,8 @@ class Host:
     """Families in this process, one scheduler and its thread."""
 
     def __init__(self, families: Mapping[str, Family], limits: Limits | None = None) -> None:
+        for family in families.values():
+            check_whole(family.models)
         self.families, self.limits, self.created = families, limits or Limits(), int(time.time())
         self.metrics_of = Metrics()
         rows, queue = self.limits.max_rows, self.limits.max_queue

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
-from relaylm import convert  # noqa: E402
-from relaylm.convert import llama  # noqa: E402
+from relaylm import Family, convert, sample  # noqa: E402
+from relaylm.convert import formats, hf, llama  # noqa: E402
 from relaylm.convert.tensors import count  # noqa: E402
 from relaylm.errors import UserError  # noqa: E402
 
@@ -118,6 +120,47 @@ def dream(folder: Path, blocks: int = BLOCKS, seed: int = 0, **changes: Any) -> 
     return write(folder, state, config | changes), state
 
 
+def qwen(
+    folder: Path, model_type: str, biases: bool = False, head: int = 6, tied: bool = False, seed: int = 0, **more: Any
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder with Qwen2's names (biases) or Qwen3's (norms of queries and keys), written out by hand."""
+    g = torch.Generator().manual_seed(seed)
+    head = D // HEADS if biases else head
+    sizes = {"q_proj": HEADS * head, "k_proj": 2 * head, "v_proj": 2 * head}
+    state = {"model.embed_tokens.weight": rand(g, V, D, scale=1.0), "model.norm.weight": 1 + rand(g, D)}
+    state |= {} if tied else {"lm_head.weight": rand(g, V, D)}
+    for i in range(BLOCKS):
+        p = f"model.layers.{i}."
+        for name, rows in sizes.items():
+            state[p + f"self_attn.{name}.weight"] = rand(g, rows, D)
+            state |= {p + f"self_attn.{name}.bias": rand(g, rows)} if biases else {}
+        state |= {} if biases else {p + f"self_attn.{x}_norm.weight": 1 + rand(g, head) for x in "qk"}
+        state |= {p + "self_attn.o_proj.weight": rand(g, D, HEADS * head), p + "mlp.gate_proj.weight": rand(g, F, D)}
+        state |= {p + "mlp.up_proj.weight": rand(g, F, D), p + "mlp.down_proj.weight": rand(g, D, F)}
+        state |= {p + "input_layernorm.weight": 1 + rand(g, D), p + "post_attention_layernorm.weight": 1 + rand(g, D)}
+    config = {
+        "model_type": model_type,
+        "auto_map": {"AutoModel": "modeling.Model"},
+        "attention_bias": False,
+        "hidden_size": D,
+        "intermediate_size": F,
+        "num_hidden_layers": BLOCKS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 2,
+        "vocab_size": V,
+        "max_position_embeddings": 34,
+        "mask_token_id": 50,
+        "eos_token_id": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": tied,
+        "use_sliding_window": False,
+    }
+    return write(folder, state, config | ({} if biases else {"head_dim": head}) | more), state
+
+
 def write(folder: Path, state: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -148,10 +191,13 @@ def as_llama(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return out
 
 
-def transcription(state: dict[str, torch.Tensor], tokens: np.ndarray, theta: float, eps: float) -> np.ndarray:
-    """A LLaMA without its causal mask, for one row: float64, loops over heads, grouped keys and values."""
+def transcription(
+    state: dict[str, torch.Tensor], tokens: np.ndarray, theta: float, eps: float, block: int = 0
+) -> np.ndarray:
+    """A LLaMA without its causal mask, for one row: float64, loops over heads, grouped keys and values; Qwen3's norms
+    of queries and keys where there are any. With a block, a position sees its own block and the blocks before it."""
     w = {name: value.double().numpy() for name, value in state.items()}
-    head = D // HEADS
+    head = len(w["model.layers.0.self_attn.q_proj.weight"]) // HEADS
 
     def rms(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
@@ -169,17 +215,21 @@ def transcription(state: dict[str, torch.Tensor], tokens: np.ndarray, theta: flo
             h @ w[p + f"self_attn.{n}_proj.weight"].T + w.get(p + f"self_attn.{n}_proj.bias", 0.0) for n in "qkv"
         )
         groups = HEADS // (k.shape[1] // head)
+        unseen = np.arange(len(x))[None, :] // block > np.arange(len(x))[:, None] // block if block else False
         mixed = []
         for j in range(HEADS):
             own, shared = slice(j * head, (j + 1) * head), slice(j // groups * head, (j // groups + 1) * head)
-            scores = rotary(q[:, own]) @ rotary(k[:, shared]).T / math.sqrt(head)
+            one, other = q[:, own], k[:, shared]
+            if p + "self_attn.q_norm.weight" in w:
+                one, other = rms(one, w[p + "self_attn.q_norm.weight"]), rms(other, w[p + "self_attn.k_norm.weight"])
+            scores = np.where(unseen, -np.inf, rotary(one) @ rotary(other).T / math.sqrt(head))
             weights = np.exp(scores - scores.max(1, keepdims=True))
             mixed.append(weights / weights.sum(1, keepdims=True) @ v[:, shared])
         x = x + np.concatenate(mixed, 1) @ w[p + "self_attn.o_proj.weight"].T
         y = rms(x, w[p + "post_attention_layernorm.weight"])
         gate = y @ w[p + "mlp.gate_proj.weight"].T
         x = x + (gate / (1 + np.exp(-gate)) * (y @ w[p + "mlp.up_proj.weight"].T)) @ w[p + "mlp.down_proj.weight"].T
-    return rms(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+    return rms(x, w["model.norm.weight"]) @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
 
 
 def same_at_positions(model: Any) -> torch.Tensor:
@@ -217,9 +267,85 @@ def test_dream_answers_one_position_early(tmp_path: Path) -> None:
     model = convert.load(folder)["dream"]
     full = same_at_positions(model)
     raw = np.stack([transcription(state, row.numpy(), 1_000_000.0, 1e-6) for row in TOKENS])
-    shifted = np.concatenate([raw[:, :1], raw[:, :-1]], axis=1)
-    torch.testing.assert_close(full, torch.from_numpy(shifted).float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(full, torch.from_numpy(shifted(raw)).float(), rtol=1e-4, atol=1e-4)
     sees_everything(model)
+
+
+def shifted(logits_BLV: np.ndarray) -> np.ndarray:
+    return np.concatenate([logits_BLV[:, :1], logits_BLV[:, :-1]], axis=1)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "format", "options", "block", "early"),
+    [
+        ("sdar", "sdar", {"block_size": 5}, 5, False),
+        ("sdar", "sdar", {"head": 4}, 4, False),  # the published length, where nothing says
+        ("Fast_dLLM_Qwen", "fast-dllm", {"biases": True, "bd_size": 5}, 5, True),
+        ("a2d-qwen3", "a2d", {"tied": True}, 0, False),
+        ("a2d-qwen2", "a2d", {"biases": True}, 0, False),
+    ],
+)
+def test_qwen_and_its_blocks(
+    tmp_path: Path, model_type: str, format: str, options: dict[str, Any], block: int, early: bool
+) -> None:
+    folder, state = qwen(tmp_path / "model", model_type, **options)
+    assert convert.recognise(folder) == format
+    family = convert.load(folder)
+    assert family.block_length == block and family.mask_id == 50 and family.length == (34 - 34 % block if block else 34)
+    assert any("length of its blocks" in note for note in family.meta["missing"]) == ("head" in options)
+    model: Any = family["model"]
+    raw = np.stack([transcription(state, row.numpy(), 1e6, 1e-6, block) for row in TOKENS])
+    expected = torch.from_numpy(shifted(raw) if early else raw).float()
+    torch.testing.assert_close(same_at_positions(model), expected, rtol=1e-4, atol=1e-4)
+    about = convert.describe(folder)["models"]["model"]
+    assert about["parameters"] == sum(value.numel() for value in state.values())
+    if block:  # the same with finished blocks as keys and values
+        past, width = None, TOKENS.shape[1]
+        for start in range(0, width - block + 1, block):
+            here = TOKENS[:, start : start + block]
+            found = model.head(model.hidden_at(here, T, None, past))
+            torch.testing.assert_close(found, expected[:, start : start + block], rtol=1e-4, atol=1e-4)
+            past = model.extend(here, past)
+        samples = sample(family, "heavy", n=3, steps=2, given=np.array([1, 2, 3, 4, 5, 6, -1, -1, -1, -1, -1, -1]))
+        assert samples.law == f"blocks:{block} uniform:2" and (samples.tokens != 50).all()
+
+
+def test_the_length_of_blocks(tmp_path: Path) -> None:
+    for name, given, block in (("SDAR-1.7B-Chat-b8", None, 8), ("SDAR-1.7B-Chat-b8", 2, 2), ("SDAR-8B-Chat", None, 4)):
+        folder, _ = qwen(tmp_path / name, "sdar")
+        assert convert.load(folder, block_length=given).block_length == block
+    folder, _ = qwen(tmp_path / "Qwen3-0.6B-diffusion-bd3lm-v0.1", "a2d-qwen3", tied=True)
+    with pytest.raises(UserError, match="give block_length"):
+        convert.load(folder)
+    assert convert.load(folder, block_length=4).block_length == 4
+    with pytest.raises(UserError, match="share the length of their blocks"):
+        convert.load([tmp_path / "SDAR-1.7B-Chat-b8", tmp_path / "SDAR-8B-Chat"])
+
+
+def test_two_sizes_take_turns_in_blocks_and_survive_conversion(tmp_path: Path) -> None:
+    folders = [qwen(tmp_path / f"SDAR-{name}-b2", "sdar", seed=seed)[0] for seed, name in enumerate(("small", "large"))]
+    convert.convert(folders, tmp_path / "both", names=["small", "large"])
+    family = Family.load(tmp_path / "both")
+    assert family.block_length == 2
+    samples = sample(family, "small:1 large:1", n=2, length=7, batch_size=2)
+    assert samples.tokens.shape == (2, 7) and all(samples.cost.calls.values())
+
+
+@pytest.mark.parametrize("one", [one for one in formats.REFUSED if one.types], ids=lambda one: one.types[0])
+def test_what_is_refused_says_why(tmp_path: Path, one: formats.Refused) -> None:
+    for model_type in one.types:
+        folder = write(tmp_path / model_type, {"x": torch.zeros(1)}, {"model_type": model_type})
+        for call in (convert.recognise, convert.load, convert.describe):
+            with pytest.raises(UserError, match=one.why):
+                call(folder)
+    folder, _ = llada(tmp_path / "moe", num_experts=64)
+    with pytest.raises(UserError, match="experts"):
+        convert.load(folder)
+
+
+def test_the_list_of_formats_is_what_is_recognised() -> None:
+    named = {one.name for one in formats.LOADED}
+    assert named == {"mdlm", "lightning", "bd3lm", "sedd", "smdm", *hf.FORMATS}
 
 
 def test_the_explicit_mask_gives_the_same(tmp_path: Path) -> None:
@@ -394,7 +520,7 @@ def test_published_parameter_counts() -> None:
         "num_key_value_heads": 32,
         "tie_word_embeddings": False,
     }
-    assert count(llama.llada_layout(llada_8b)) == 8_015_581_184
+    assert count(llama.layout(llama.KINDS["llada"], llada_8b)) == 8_015_581_184
     dream_7b = {
         "hidden_size": 3584,
         "intermediate_size": 18_944,
@@ -404,7 +530,18 @@ def test_published_parameter_counts() -> None:
         "num_key_value_heads": 4,
         "tie_word_embeddings": False,
     }
-    assert count(llama.dream_layout(dream_7b)) == 7_615_616_512
+    assert count(llama.layout(llama.KINDS["dream"], dream_7b)) == 7_615_616_512
+    sdar_17b = {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "vocab_size": 151_936,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    }
+    assert count(llama.layout(llama.KINDS["sdar"], sdar_17b)) * 2 // 10**7 == 406  # model.safetensors has 4.06 GB
 
 
 def test_llada_and_dream_cannot_take_turns(tmp_path: Path) -> None:
@@ -447,6 +584,35 @@ def test_chat_prompt(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(escape)
     with pytest.raises(UserError, match="cannot render"):
         convert.chat_prompt(tmp_path, messages)
+
+
+def test_chat_prompt_is_what_transformers_renders(tmp_path: Path) -> None:
+    """Templates use more of jinja than loops: namespaces, slices, methods of strings, tests, controls of loops."""
+    template = (
+        "{%- set ns = namespace(last='') %}{%- for m in messages[::-1] %}{% if m.role == 'user' and m.content is string"
+        " %}{% set ns.last = m.content.split('!')[0].lstrip() %}{% break %}{% endif %}{% endfor %}\n"
+        "{%- for m in messages %}\n    {%- if loop.first and m.role == 'system' %}{{ m.content | upper }}\n"
+        "    {%- continue %}{%- endif %}<{{ m['role'] }}>{{ m.content | tojson }}{{ eos_token }}\n{%- endfor %}\n"
+        "{%- if add_generation_prompt %}[{{ ns.last }}]{% if tools is none %}<answer>{% endif %}{% endif %}"
+    )
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": " Why <b>? é! Really"},
+        {"role": "assistant", "content": "so"},
+    ]
+    (tmp_path / "model").mkdir()  # where a converted family keeps it
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    backend = Backend(WordLevel({"</s>": 0, "x": 1}, unk_token="x"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    options = {"chat_template": template, "tokenize": False, "add_generation_prompt": True}
+    assert convert.chat_prompt(tmp_path, messages) == tokenizer.apply_chat_template(messages, **options)
+
+
+def test_the_end_of_a_turn_is_found_without_a_tokenizer_json(tmp_path: Path) -> None:
+    folder, _ = dream(tmp_path / "dream")
+    (folder / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 7, "<|im_start|>": 8}))
+    assert convert.load(folder).meta["eos_ids"] == [2, 7]
 
 
 def test_until_eos() -> None:
