@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tools.Result:
     """Show a bound in a line for each model, or for the schedule."""
+    from relaylm.measure.estimate import announce_calls
     from relaylm.measure.likelihood import bound
 
     if args.model is not None and (args.schedule is not None or args.rule is not None):
@@ -32,6 +33,8 @@ def run(args: argparse.Namespace) -> tools.Result:
     family = tools.load_family(args)
     one = [] if args.model is None else [family.named(args.model)]
     rows = tools.token_rows(family, args.text, family.length, args.rows)
+    count = len(rows) * args.draws * len(one or family.names)
+    announce_calls(family, f"{count:,} calls", count, family.length, "--rows and --draws make it shorter")
     options = {"draws": args.draws, "seed": args.seed, "device": family.device}
     result: dict[str, Any] = {}
     for name in () if args.schedule is not None or args.rule is not None else one or family.names:

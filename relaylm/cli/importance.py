@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tools.Result:
     """Measure the disagreement, show it and draw it."""
+    from relaylm.measure.estimate import announce_calls
     from relaylm.measure.importance import importance, render
 
     tools.check_plot(args.plot)
@@ -33,6 +34,8 @@ def run(args: argparse.Namespace) -> tools.Result:
     family = tools.load_family(args)
     text = None if args.states == "trajectory" else tools.token_rows(family, args.text, family.length, args.sequences)
     same = tools.chosen(args, "states timesteps sequences seed")
+    count = (args.sequences or (500 if family.device.type == "cuda" else 64)) * args.timesteps * len(family.names)
+    announce_calls(family, f"{count:,} calls", count, family.length, "--sequences and --timesteps make it shorter")
     result = importance(family, text, pairs=pairs, progress=True, **same)
     tools.show(args, render(result))
     if args.plot is not None:

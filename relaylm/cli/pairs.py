@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> tools.Result:
 
     from relaylm.core.spacing import expected_calls, spread_over
     from relaylm.measure import pairs
+    from relaylm.measure.estimate import announce_calls
     from relaylm.measure.likelihood import held_out, spread_rows
 
     tools.check_plot(args.plot)
@@ -44,6 +45,8 @@ def run(args: argparse.Namespace) -> tools.Result:
         if text is None:
             raise UserError("there is no held-out text beside this family: give --text FILE, or --samples")
         rows = spread_rows(np.asarray(text), length, args.rows)
+    count = 2 * len(rows) * len(pairs.SHARES)
+    announce_calls(family, f"{count:,} calls", count, length, "--rows and --length make it shorter")
     table = pairs.measure_pairs(
         family[name], rows, family.mask_id, seed=args.seed, device=family.device, name=name,
         source="samples" if args.samples else "text", progress=True,

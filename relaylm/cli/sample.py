@@ -145,6 +145,11 @@ def draw(args: argparse.Namespace, family: Any, schedule: Any, options: dict[str
 
         with tools.progress("sampling", "row") as bar, tools.open_workers(family, args.cluster) as workers:
             return sample_many(workers, schedule, args.n, on_rows=bar.report, **options)
+    if args.n > 8:
+        from relaylm.measure.estimate import announce_samples
+
+        length = args.length or family.length
+        announce_samples(family, args.n, min(length, family.length), "-n and --length make it shorter")
     watch: Any = contextlib.nullcontext()
     if shown:
         from relaylm.show.terminal import Watch

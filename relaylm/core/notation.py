@@ -107,6 +107,21 @@ def write(parts: Sequence[Part], placement: str) -> str:
     return f"{placement}({text})"
 
 
+def brief(parts: Sequence[Part], placement: str) -> str:
+    """A schedule for people to read: `write` with shares rounded to three digits, so not always readable again."""
+    if placement != "ordered":
+        return write(parts, placement)
+
+    def amount(value: int | Fraction) -> str:
+        return str(value) if isinstance(value, int) else f"{100 * float(value):.3g}%"
+
+    texts = []
+    for model, steps, time in parts:
+        colon = "" if model in (LIGHT, HEAVY) else ":"
+        texts.append(f"{model}{colon}{amount(steps)}" + (f"@{amount(time)}" if time is not None else ""))
+    return " ".join(texts)
+
+
 def split_spacing(text: str) -> tuple[str, str | None]:
     """A schedule's text without its spacing, and the spacing's own (`spaced:16`), None if there is none."""
     found = _spaced_re.fullmatch(text.strip())

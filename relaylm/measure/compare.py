@@ -22,6 +22,7 @@ from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure import metrics
+from relaylm.measure.estimate import announce
 from relaylm.measure.evaluate import (
     LEAST_PIECE,
     Drawn,
@@ -37,7 +38,7 @@ from relaylm.measure.evaluate import (
 from relaylm.measure.judge import Judge, Scores, features, load_judge, log_perplexity
 from relaylm.measure.plan_likelihood import plan_bound
 from relaylm.measure.prices import prices
-from relaylm.measure.rivals import Entry, base_steps, contenders, one_model
+from relaylm.measure.rivals import Entry, base_steps, contenders, expected_flops, one_model
 from relaylm.measure.schedule_likelihood import measure_table, schedule_bound
 from relaylm.measure.store import Store
 from relaylm.measure.timing import energy_counter
@@ -114,6 +115,12 @@ def compare(
     if mauve is not None:
         metrics.mauve_package()  # before the work is done, not after
         human_mD = _features(referee, family, mauve)
+    if progress and cluster is None and all(hasattr(model, "flops") for model in family.models.values()):
+        free_n = (given_nL < 0).sum(axis=1)
+        used: Any = family.models
+        each = [expected_flops(used, e.schedule, e.steps, free_n, given_nL.shape[1]) for e in entries]
+        work = f"{len(entries)} schedules, {n} samples each"
+        announce(family, work, n * sum(each), given_nL.shape[1], batch, "-n and --length make it shorter")
     rows: list[dict[str, Any]] = []
     specs = [(entry.label, SampleSpec(entry.schedule, entry.steps)) for entry in entries]
     evaluated = evaluator.evaluate(specs, progress, cluster)

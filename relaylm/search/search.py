@@ -24,6 +24,7 @@ from relaylm.core import cost
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError, meant
 from relaylm.measure import prices as pricing
+from relaylm.measure.estimate import announce, announce_calls
 from relaylm.measure.evaluate import Workers, given_rows, open_store
 from relaylm.measure.judge import load_judge
 from relaylm.measure.pairs import family_pairs
@@ -32,7 +33,7 @@ from relaylm.search.exhaustive import Exhaustive
 from relaylm.search.space import SLACK, Problem
 from relaylm.search.tree import Stopped
 from relaylm.search.trials import Trials
-from relaylm.search.tune import Tune
+from relaylm.search.tune import DRAWS, ROWS, Tune
 
 if TYPE_CHECKING:
     from relaylm.measure.store import Store
@@ -137,6 +138,8 @@ def search(
         problem.pairs = family_pairs(family)
         if problem.pairs is None:
             problem.notes.append("no table of pairs (relaylm pairs --keep), so spaced plans were left out")
+    if progress and cluster is None and unit == "flops":
+        _announce(problem, method, n, confirm, rows, quick, batch, int(length))
     way: Tune | Exhaustive | Evolve
     if method == "exhaustive":
         limit = None if budget is None else limits(problem, budget, None)[0]
@@ -160,6 +163,31 @@ def search(
     about |= {"conditional": prompts is not None, "unit": unit, "all_heavy_price": problem.all_heavy}
     notes = [*problem.notes, *([*kept.damage, *kept.repaired] if kept is not None else [])]
     return {**about, **found, "calls": trials.spent.to_json(), "seconds": time.monotonic() - began, "notes": notes}
+
+
+def _announce(
+    problem: Problem,
+    method: str,
+    n: int | None,
+    confirm: int | None,
+    rows: int | None,
+    quick: bool,
+    batch: int,
+    length: int,
+) -> None:
+    """Say how long the search will take at most, before it begins: samples are counted as all-heavy ones."""
+    family, hint = problem.family, "--quick takes far less, --rows, --length and --time-limit make it shorter"
+    if quick:
+        return announce_calls(family, "a quick search", 64 * DRAWS * len(problem.models), length)
+    if method == "tune":
+        samples = (rows or ROWS) + (confirm or 0)
+    else:
+        schedules = math.comb(problem.segments, problem.segments // 2) if method == "exhaustive" else 200
+        samples, hint = (
+            schedules * (n or 160) // 10 + (confirm or 1600),
+            "-n, --confirm and --time-limit make it shorter",
+        )
+    announce(family, f"at most {samples:,} samples", samples * problem.all_heavy, length, batch, hint)
 
 
 # ------------------------------------------------------------------------------------------------ the question

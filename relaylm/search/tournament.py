@@ -36,6 +36,7 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 from scipy.special import stdtrit
 
+from relaylm.core.notation import brief
 from relaylm.core.schedule import Schedule, Segment
 from relaylm.measure import metrics
 from relaylm.measure.metrics import paired_difference as paired
@@ -167,12 +168,14 @@ def race(rows: Rows, runners: Sequence[Candidate], heavy: Schedule, reserve: flo
 
 
 def finalists(problem: Problem, runners: Sequence[Candidate], ranked: Sequence[int], ran: Race) -> list[Candidate]:
-    """The best two that are left, the best rival, the best mixed schedule, the sandwich and all-heavy."""
+    """The best two that are left, the best rival, the best mixed schedule, the sandwich and all-heavy; and always the
+    strongest simple rivals, the heavy model in fewer steps and the heavy model spaced."""
     all_ranked = sorted(range(len(runners)), key=lambda c: float(np.nanmean(ran.log_ppl[c])))
     rivals = [c for c in (*ranked, *all_ranked) if runners[c].kind == "rival"]
     mixed = [c for c in ranked if runners[c].kind == "mixed"]
     sandwich = [c for c, runner in enumerate(runners) if runner.what == "sandwich"]
-    chosen = [*ranked[:2], *rivals[:1], *mixed[:1], *sandwich]
+    simple = {_way(problem, runners[c]): c for c in rivals[::-1] if runners[c].schedule.models == (problem.heavy,)}
+    chosen = [*ranked[:2], *rivals[:1], *mixed[:1], *simple.values(), *sandwich]
     return unique(problem, [*(runners[c] for c in chosen), all_heavy(problem)])
 
 
@@ -201,11 +204,13 @@ def confirmed(problem: Problem, final: Sequence[Candidate], log_Sn: np.ndarray, 
 
 
 def _verdict(problem: Problem, rows: Sequence[dict[str, Any]]) -> str:
-    """What to use, what it saves, what it costs in quality, and whether something simpler does as well."""
+    """What to use, what it saves, what it costs in quality, whether something simpler does as well, and how sure that
+    is."""
     chosen = next(row for row in rows if row["recommended"])
     line = f"{use(problem, chosen)}: {chosen['saved']:.1%} of all-heavy's {problem.unit} saved"
     if chosen["against_heavy"]["sd"]:
         line += f", log-perplexity {difference(chosen['against_heavy'])} against it"
+        line += "" if chosen["against_heavy"]["differs"] else ", which may be chance"
     line += f" on {chosen['rows']} fresh rows."
     other = "rival" if chosen["kind"] == "mixed" else "mixed"
     others = [row for row in rows if row["kind"] == other and row["within_budget"] and not row["recommended"]]
@@ -216,11 +221,23 @@ def _verdict(problem: Problem, rows: Sequence[dict[str, Any]]) -> str:
     worse, margin = against["differs"] and against["difference"] > 0, difference(against)
     if other == "rival" and worse:
         return f"{line} The best equal-compute rival, {row['what']}, is worse: {margin}."
-    if other == "rival":
-        return f"{line} It is NOT SIGNIFICANTLY BETTER than the best equal-compute rival, {row['what']}: {margin}."
     if worse:
         return f"{line} AN EQUAL-COMPUTE RIVAL WINS: the best mixed schedule is at {margin} against it."
-    return f"{line} No mixed schedule is shown to be better than this simpler choice; the best is at {margin}."
+    needed = _needed(against, chosen["rows"])
+    if other == "rival":
+        return (
+            f"NOT SIGNIFICANT. {line} It is not shown to be better than the best equal-compute rival, {row['what']}: "
+            f"{margin}.{needed}"
+        )
+    return f"{line} No mixed schedule is shown to be better than this simpler choice; the best is at {margin}.{needed}"
+
+
+def _needed(against: dict[str, Any], rows: int) -> str:
+    """How many rows would show a difference of the size that was measured, if that is more than there were."""
+    needed = against.get("samples_needed")
+    if needed is None or needed <= rows:
+        return ""
+    return f" To tell a difference of that size takes about {needed:,} rows (--confirm {needed})."
 
 
 # ------------------------------------------------------------------------------------------------ several limits
@@ -415,4 +432,6 @@ def use(problem: Problem, row: dict[str, Any]) -> str:
             return f"Use the {schedule.models[0]} model alone, {schedule.spacing}"
         fewer = "" if row["steps"] == problem.steps else f" in {row['steps']} steps instead of {problem.steps}"
         return f"Use the {schedule.models[0]} model alone{fewer}"
-    return f"Use {row['schedule']} ({row['what']})"
+    spacing = "" if schedule.spacing is None else f" {schedule.spacing}"
+    short = brief([segment.part for segment in schedule.segments], schedule.placement)
+    return f"Use {short}{spacing} ({row['what']})"

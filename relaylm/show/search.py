@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from relaylm.core.notation import brief
 from relaylm.core.schedule import Schedule
 from relaylm.show.colours import BLACK, BLUE, COLOURS, GREEN, MARKERS, PINK, RED, colour_of
 from relaylm.show.figures import new_figure, save_figure
@@ -31,28 +32,58 @@ LOOKS = {  # of kinds of candidates
 def render(result: Mapping[str, Any], width: int | None = None) -> str:
     """The verdict, then tables in `width` columns (the terminal's)."""
     width = width or terminal_width()
-    parts = [result["verdict"]]
+    parts = ["\n".join(wrapped([result["verdict"]], width))]
+    parts += [_picture(result)] if len(Schedule.parse(result["schedule"]).segments) > 1 else []
     if result["method"] == "exhaustive":
         parts += _exhaustive(result, width)
     elif result["method"] == "evolve":
         head = ["generation", "measured", "best", "its loss", "mean loss"]
         parts.append(table(head, [_generation(item) for item in result["history"]], width, text=(2,)))
     elif result.get("bounds"):
-        head = ["", "by the bound", "what", "saved", "bits a token", "nats to heavy", "95%"]
-        rows = [_candidate(result, row, f"{row['bits']:.4f}") for row in result["bounds"][:15]]
-        parts.append(table(head, rows, width, text=(0, 1, 2)))
+        head = ["", "by the bound", "masked to text", "what", "saved", "bits a token", "nats to heavy", "95%"]
+        rows = [_candidate(result, row, f"{row['bits']:.4f}")[:8] for row in result["bounds"][:15]]
+        parts.append(table(head, rows, width, text=(0, 1, 2, 3), spare=("what", "95%")))
     if result.get("front"):
         head = ["budget", "saved", "schedule", "loss to heavy", "95%", "against the best rival"]
         parts.append(table(head, [_goal(goal) for goal in result["front"]], width, text=(2, 5)))
     if shown := result["confirmed"]:
-        head = ["", f"on {shown[0]['rows']} fresh rows", "what", "saved", "perplexity", "log-ppl to heavy", "95%"]
+        head = ["", f"on {shown[0]['rows']} fresh rows", "masked to text", "what", "saved", "perplexity"]
+        head += ["log-ppl to heavy", "95%", "to the recommended", "rows to tell them apart"]
         if result["method"] == "exhaustive":  # the five best and what they are compared with
             best = [row for row in shown if row["kind"] == "candidate"][:5]
             shown = [row for row in shown if row["kind"] == "anchor" or row in best]
         rows = [_candidate(result, row, f"{row['ppl']:.3f}", star=True) for row in shown]
-        parts.append(table(head, rows, width, text=(0, 1, 2)))
+        columns = [k for k, title in enumerate(head) if k < 2 or any(row[k] for row in rows)]
+        head, rows = [head[k] for k in columns], [[row[k] for k in columns] for row in rows]
+        spare = ("what", "rows to tell them apart", "95%")
+        parts.append(table(head, rows, width, text=(0, 1, 2, 3), spare=spare))
     notes = [*(_model_notes(result) if result.get("model") else ()), *_footer(result)]
     return "\n\n".join([*parts, "\n".join(wrapped(notes, width))])
+
+
+SHADES = "░▒▓█"  # of models, from light to heavy, where there may be no colours
+
+
+def drawn(schedule: Schedule, models: Sequence[str], width: int = 16) -> str:
+    """Which model runs when, from the masked end on the left to the text on the right, in time."""
+    if schedule.placement not in ("ordered", "cells"):
+        return ""
+    shade = {name: SHADES[round(3 * rank / max(1, len(models) - 1))] for rank, name in enumerate(models)}
+    return "".join(shade.get(schedule.model_at(1 - (k + 0.5) / width), "?") for k in range(width))
+
+
+def short(text: str) -> str:
+    """A schedule as tables show it: shares rounded."""
+    schedule = Schedule.parse(text)
+    spacing = "" if schedule.spacing is None else f" {schedule.spacing}"
+    return brief([segment.part for segment in schedule.segments], schedule.placement) + spacing
+
+
+def _picture(result: Mapping[str, Any]) -> str:
+    """The recommended schedule as a strip, with what the shades mean."""
+    models = result["models"]
+    shades = ", ".join(f"{drawn(Schedule.parse(f'{name}:100%'), models, 1)} {name}" for name in models)
+    return f"all masked {drawn(Schedule.parse(result['schedule']), models, 40)} text   {shades}"
 
 
 def _interval(ci: Sequence[float | None], form: str) -> str:
@@ -65,7 +96,24 @@ def _candidate(result: Mapping[str, Any], row: Mapping[str, Any], score: str, st
     mark = ">" if row.get("recommended") or row["schedule"] == result["schedule"] else ""
     difference = f"{against['difference']:+.4f}{'*' if star and against['differs'] else ''}"
     what = row.get("what") or row.get("name", "")
-    return [mark, row["schedule"], what, f"{row['saved']:.1%}", score, difference, _interval(against["ci"], "+.4f")]
+    schedule, ci = row["schedule"], _interval(against["ci"], "+.4f")
+    strip = drawn(Schedule.parse(schedule), result["models"])
+    to_best = row.get("against_recommended") or {}
+    best = f"{to_best['difference']:+.4f}{'*' if to_best['differs'] else ''}" if to_best and not mark else ""
+    needed = to_best.get("samples_needed") if best else None
+    saved = f"{row['saved']:.1%}"
+    return [
+        mark,
+        short(schedule),
+        strip,
+        what,
+        saved,
+        score,
+        difference,
+        ci,
+        best,
+        "" if needed is None else f"{needed:,}",
+    ]
 
 
 def _generation(item: Mapping[str, Any]) -> list[str]:
@@ -80,7 +128,7 @@ def _goal(goal: Mapping[str, Any]) -> list[str]:
         star = "*" if rival["against"]["differs"] else ""
         beaten = f"{rival['against']['difference']:+.4f}{star} to {rival['what']}"
     saved = [f"{goal.get('saved_at_least', goal['saved']):.0%}", f"{goal['saved']:.1%}"]
-    return [*saved, goal["schedule"], f"{against['difference']:+.4f}", _interval(against["ci"], "+.4f"), beaten]
+    return [*saved, short(goal["schedule"]), f"{against['difference']:+.4f}", _interval(against["ci"], "+.4f"), beaten]
 
 
 def _exhaustive(result: Mapping[str, Any], width: int) -> list[str]:
@@ -135,6 +183,7 @@ def _footer(result: Mapping[str, Any]) -> list[str]:
     if calls["ratio"] is not None:
         line += f", {calls['ratio']:.1%} of what independent runs take"
     line += f"; {result['seconds']:.0f} s. Schedules and figures in full: --json."
+    line += f" Saved: {result['unit']}, against {result['heavy']} alone in {result['steps']} steps; * not chance."
     stopped = [f"stopped: {result['stopped']}; run again with the same --store to go on"] if result["stopped"] else []
     return [line, *stopped, *(f"note: {note}" for note in result["notes"])]
 

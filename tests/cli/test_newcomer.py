@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,13 @@ from search_oracle import small_family
 from relaylm import Architecture, Family, Schedule, Transformer, UserError, sample
 from relaylm.cli import main as cli
 from relaylm.cli import tools
+from relaylm.measure import estimate as estimates
+from relaylm.measure.metrics import paired_difference as paired
 from relaylm.models.folder import save_family
 from relaylm.models.tokenizer import JsonTokenizer, Text8Tokenizer
+from relaylm.search import tournament
 from relaylm.show.colours import END, pieces_of, readable
+from relaylm.show.search import drawn
 
 
 @pytest.mark.parametrize(
@@ -141,3 +146,42 @@ def test_help_of_sample_is_in_groups_and_states_defaults() -> None:
     command = [sys.executable, "-m", "relaylm", "sample", "--help"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "what is written:" in text and "what is shown:" in text and text.count("default:") >= 18
+
+
+def test_work_is_announced_with_its_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    family = small_family()
+    monkeypatch.setattr(estimates, "estimate", lambda *_, **__: 240.0)
+    estimates.announce(family, "much", 1e15, 16, 2, "fewer rows")
+    estimates.announce(family, "little", 1e3, 16, 2)
+    assert capsys.readouterr().err == "much: about 4 minutes on this machine; fewer rows\n"
+    monkeypatch.undo()
+    once, twice = (estimates.estimate(family, flops, 16, 2) for flops in (1e9, 2e9))
+    assert once is not None and twice is not None and once > 0
+    said = [estimates.in_words(seconds) for seconds in (3, 42, 240, 9000)]
+    assert said == ["about 10 seconds", "about 40 seconds", "about 4 minutes", "about 2.5 hours"]
+
+
+def test_a_recommendation_says_how_sure_it_is() -> None:
+    """18 rows that show nothing are said to show nothing, with the rows that would."""
+    problem: Any = SimpleNamespace(steps=16, unit="flops")
+    noise = np.random.default_rng(0).normal(size=18)
+    heavy_n, mixed_n, rival_n = 0.1 * noise, 0.02 + 0.1 * noise[::-1], 0.05 + 0.1 * np.roll(noise, 5)
+
+    def row(schedule: str, kind: str, log_n: np.ndarray, best: bool = False) -> dict[str, Any]:
+        against = {"against_heavy": paired(log_n, heavy_n), "against_recommended": paired(log_n, mixed_n)}
+        about = {"schedule": schedule, "what": schedule, "kind": kind, "steps": 16, "saved": 0.25, "rows": 18}
+        return {**about, **against, "log_ppl": log_n.mean(), "within_budget": True, "recommended": best}
+
+    rows = [row("a:3@10.15625% b:13@89.84375%", "mixed", mixed_n, True), row("b:9", "rival", rival_n)]
+    said = tournament._verdict(problem, rows)
+    needed = rows[1]["against_recommended"]["samples_needed"]
+    assert said.startswith("NOT SIGNIFICANT") and f"--confirm {needed}" in said and needed > 18
+    assert "a:3@10.2% b:13@89.8%" in said
+    rows[1] = row("b:9", "rival", mixed_n + 1.0 + 0.01 * noise)
+    assert "NOT SIGNIFICANT" not in tournament._verdict(problem, rows)
+
+
+def test_a_schedule_as_a_strip() -> None:
+    assert drawn(Schedule.parse("a:25% b:50% c:25%"), "abc", 8) == "░░▓▓▓▓██"
+    assert drawn(Schedule.parse("a:1@75% b:99@25%"), "ab", 8) == "░░░░░░██"  # by time, not by steps
+    assert drawn(Schedule.parse("interleaved(a:25% b:75%)"), "ab") == ""

@@ -32,6 +32,7 @@ from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure import metrics
 from relaylm.measure.drawn import Drawn
+from relaylm.measure.estimate import announce_samples
 from relaylm.measure.evaluate import Evaluator, SampleSpec, figures, judge_rows, open_store, texts_of
 from relaylm.measure.judge import Scores, load_judge, log_perplexity
 from relaylm.measure.likelihood import held_out, spread_rows
@@ -173,6 +174,8 @@ def compose(
         raise UserError(f"the store has none of the {len(grid)} cells of this grid, as they would be on this device")
     grid = [cell for cell in grid if cell not in missing]
     specs = [(f"{cell.line} {cell.dial} {cell.label}", cell.spec) for cell in grid]
+    if progress:
+        announce_samples(family, n * len(grid), length, "-n and --length make it shorter")
     found = [_row(family, cell, *each) for cell, each in zip(grid, evaluator.evaluate(specs, progress), strict=True)]
     rows, per_row = [row for row, _ in found], [by_row for _, by_row in found]
     heldout = _heldout(evaluator)
