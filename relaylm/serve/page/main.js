@@ -122,7 +122,7 @@ async function plan() {
     const calls = found.calls && Object.values(found.calls).reduce((a, b) => a + b, 0);
     $("plan").textContent = [
       calls ? "about " + Math.round(calls) + " calls for " + found.length + " positions" : found.length + " positions",
-      found.flops ? amount(found.flops, "FLOP") : "", found.saved > 0.0005 ? (100 * found.saved).toFixed(1) + "% saved" : "",
+      found.flops ? amount(found.flops, "FLOP") : "", found.saved > 0.0005 ? (100 * found.saved).toFixed(1) + "% saved against " + family.relaylm.heavy + " alone in " + found.length + " steps" : "",
     ].filter(Boolean).join(" · ");
     $("plan").classList.remove("bad");
     if (reopen) openSchedule(found);
@@ -311,8 +311,9 @@ function drawCosts(open) {
   })));
   const totals = (title, value, text) => {
     const values = open.map(value), top = most(values.filter(Number.isFinite));
+    const off = k => (k && Number.isFinite(values[0] * values[k]) ? " (" + (values[k] > values[0] ? "+" : "") + (100 * (values[k] / values[0] - 1)).toFixed(0) + "%)" : "");
     if (values.some(Number.isFinite)) bars(group(title), open.map((one, k) => ({
-      label: label(one), note: Number.isFinite(values[k]) ? text(values[k]) : "…", parts: [[(values[k] ?? 0) / top, null]],
+      label: label(one), note: Number.isFinite(values[k]) ? text(values[k]) + off(k) : "…", parts: [[(values[k] ?? 0) / top, null]],
     })));
   };
   totals("FLOPs", ({ done, start }) => done?.flops ?? start.planned?.flops ?? undefined, value => amount(value, "FLOP"));
