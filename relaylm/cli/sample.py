@@ -166,7 +166,7 @@ def draw(args: argparse.Namespace, family: Any, schedule: Any, options: dict[str
 
 def show_samples(family: Any, samples: Any) -> None:
     """Print the texts; in a terminal each token in the colour of the model that wrote it."""
-    from relaylm.show.colours import pieces_of, readable
+    from relaylm.show.colours import readable, row_pieces
     from relaylm.show.terminal import coloured, console_for, has_colours, legend
 
     console = console_for(sys.stdout)
@@ -176,7 +176,7 @@ def show_samples(family: Any, samples: Any) -> None:
             print("─" * 40)
         text = readable(family, samples.texts[row]) if samples.texts else " ".join(map(str, samples.tokens[row]))
         # Tokens can be coloured only where their texts, joined, are the text.
-        if colours and "".join(pieces_of(family, samples.tokens[row])) == text:
+        if colours and "".join(row_pieces(family, samples.tokens[row])) == text:
             console.print(coloured(family, samples, row), soft_wrap=True)
         else:
             print(printable(text, sys.stdout))

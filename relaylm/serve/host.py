@@ -28,7 +28,7 @@ from relaylm.sampling.sample import Request
 from relaylm.serve.metrics import Metrics
 from relaylm.serve.request import Ask, Refused, bad, describe, describe_models, describe_schedule, pick_family, settled
 from relaylm.serve.scheduler import Job, LaneKey, Scheduler
-from relaylm.show.colours import pieces_of
+from relaylm.show.colours import pieces_of, row_pieces
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def start_event(name: str, family: Family, ask: Ask, parts: list[Part]) -> dict[
     first, given = parts[0], []
     for part in parts:
         given_L = part.job.plan.given_nL[0]
-        pieces = pieces_of(family, given_L)
+        pieces = row_pieces(family, given_L)
         texts = [None if token < 0 else piece for token, piece in zip(given_L.tolist(), pieces, strict=True)]
         given += [texts] * ask.n
     cost = None
@@ -299,6 +299,8 @@ def done_event(family: Family, ask: Ask, parts: list[Part]) -> dict[str, Any]:
     }
     texts = [_decode(family, tokens_L) for part in parts for tokens_L in part.tokens_nL]
     event: dict[str, Any] = {"texts": texts, "usage": usage, "relaylm": about}
-    if ask.finished:
+    if not ask.finished:
+        event["pieces"] = [row_pieces(family, tokens_L) for part in parts for tokens_L in part.tokens_nL]
+    else:
         event["completions"] = [completed(family, part, row, ask) for part in parts for row in range(ask.n)]
     return event

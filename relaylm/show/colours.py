@@ -22,6 +22,7 @@ BLUE, RED, GREEN, PINK, VIOLET, BROWN, BLACK = COLOURS = (
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # beside the colours, for print in grey
 # From the lightest model of a family to its heaviest; the first ones are the easiest to distinguish.
 MODELS = (RED, BLUE, VIOLET, BROWN, PINK, GREEN)
+BROKEN = "\ufffd"  # what bytes decode to that are not whole characters
 GIVEN, MASKED = -1, -2  # in place of a model's rank: a position that the user gave, one that is still masked
 END = " [end] "  # where a text ends, in place of a tokenizer's own mark (<|endoftext|>)
 GREYS = {GIVEN: "#808080", MASKED: "#4D4D4D"}
@@ -53,6 +54,23 @@ def pieces_of(family: Family, tokens_L: np.ndarray) -> list[str]:
         return [f"{token} " for token in tokens_L]
     decode = family.tokenizer.decode_partial
     return [readable(family, decode([int(token)], family.mask_id)) for token in tokens_L]
+
+
+def row_pieces(family: Family, tokens_L: np.ndarray) -> list[str]:
+    """As `pieces_of`, for tokens that stand side by side. Where several tokens make one character, the first has it
+    and the others are empty."""
+    pieces = pieces_of(family, tokens_L)
+    if family.tokenizer is None:
+        return pieces
+    for start, piece in enumerate(pieces):
+        for end in range(start + 2, min(start + 8, len(pieces)) + 1) if BROKEN in piece else ():
+            if BROKEN not in pieces[end - 1]:
+                break
+            text = family.tokenizer.decode_partial(tokens_L[start:end], family.mask_id)
+            if BROKEN not in text:
+                pieces[start:end] = [text, *[""] * (end - start - 1)]
+                break
+    return pieces
 
 
 def on_a_line(piece: str) -> str:

@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from relaylm.core.schedule import Timetable
-from relaylm.show.colours import colour_of, on_a_line, pieces_of, runs_of, writers_of
+from relaylm.show.colours import colour_of, on_a_line, row_pieces, runs_of, writers_of
 
 if TYPE_CHECKING:
     from relaylm.models.family import Family
@@ -19,7 +19,7 @@ _LABEL = "fill='#444444' font-size='13'"
 
 def svg(family: Family, samples: Samples, timetable: Timetable | None = None, row: int = 0, columns: int = 72) -> str:
     """One sample as an SVG that needs no other file, `columns` characters in a line of text."""
-    pieces = [on_a_line(piece) for piece in pieces_of(family, samples.tokens[row])]
+    pieces = [on_a_line(piece) for piece in row_pieces(family, samples.tokens[row])]
     owner = [rank for piece, rank in zip(pieces, writers_of(family, samples, row), strict=True) for _ in piece]
     text = "".join(pieces)
     width = columns * WIDE + 2 * MARGIN

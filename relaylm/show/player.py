@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from relaylm.core.schedule import Schedule
-from relaylm.show.colours import colour_of, pieces_of, writers_of
+from relaylm.show.colours import colour_of, row_pieces, writers_of
 
 if TYPE_CHECKING:
     from relaylm.models.family import Family
@@ -138,7 +138,7 @@ def _sample(
             }
         )
     return {
-        "pieces": pieces_of(family, samples.tokens[row]),
+        "pieces": row_pieces(family, samples.tokens[row]),
         "writer": [-1 if writer < 0 else used.index(family.names[writer]) for writer in writers],
         "call": call_L.tolist(),
         "calls": calls,

@@ -15,7 +15,7 @@ import numpy as np
 
 from relaylm.errors import printable
 from relaylm.models.tokenizer import BLANK
-from relaylm.show.colours import GIVEN, MASKED, colour_of, on_a_line, pieces_of, runs_of, writers_of
+from relaylm.show.colours import GIVEN, MASKED, colour_of, on_a_line, pieces_of, row_pieces, runs_of, writers_of
 from relaylm.tables import terminal_width
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def painted(pieces: Sequence[str], ranks: Sequence[int]) -> Text:
 
 def coloured(family: Family, samples: Samples, row: int) -> Text:
     """One sample, each token in the colour of the model that wrote it."""
-    return painted(list(map(printable, pieces_of(family, samples.tokens[row]))), writers_of(family, samples, row))
+    return painted(list(map(printable, row_pieces(family, samples.tokens[row]))), writers_of(family, samples, row))
 
 
 def legend(family: Family, models: Sequence[str], given: bool = True) -> Text:
@@ -76,7 +76,7 @@ def side_by_side(family: Family, columns: Sequence[tuple[str, Samples]], row: in
     table = Table(box=MINIMAL, show_edge=False, expand=True, header_style="", pad_edge=False)
     for title, _ in columns:
         table.add_column(Text(printable(title)), ratio=1)
-    pieces = [[on_a_line(piece) for piece in pieces_of(family, samples.tokens[row])] for _, samples in columns]
+    pieces = [[on_a_line(piece) for piece in row_pieces(family, samples.tokens[row])] for _, samples in columns]
     writers = [writers_of(family, samples, row) for _, samples in columns]
     table.add_row(*map(painted, pieces, writers))
     return table

@@ -11,6 +11,7 @@ import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,10 @@ from relaylm.core.schedule import Schedule
 from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.models.family import Family
 from relaylm.models.folder import save_family
-from relaylm.models.tokenizer import Text8Tokenizer
+from relaylm.models.tokenizer import ByteTokenizer, Text8Tokenizer
 from relaylm.sampling.result import Samples
 from relaylm.sampling.sample import sample
-from relaylm.show.colours import colour_of
+from relaylm.show.colours import colour_of, row_pieces
 from relaylm.show.player import contents, page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -146,6 +147,17 @@ def test_what_the_trace_does_not_explain_is_not_counted(family: Family) -> None:
     for result in (found, contents(family, costlier, schedule)):
         assert all(call["flops"] is None for one in result["lanes"][0]["samples"] for call in one["calls"])
     assert "in all" not in contents(family, costlier, schedule)["about"]
+
+
+def test_a_character_of_several_tokens_is_that_of_the_first() -> None:
+    in_bytes: Any = SimpleNamespace(tokenizer=ByteTokenizer(), mask_id=256)
+    text = "naïve 中文 🙂"
+    tokens_L = np.array(in_bytes.tokenizer.encode(text))
+    pieces = row_pieces(in_bytes, tokens_L)
+    assert len(pieces) == len(tokens_L) and "".join(pieces) == text
+    assert pieces[2:4] == ["ï", ""] and pieces[7:13] == ["中", "", "", "文", "", ""]
+    tokens_L[8] = 256  # what is not whole stays broken
+    assert row_pieces(in_bytes, tokens_L)[7:13] == ["�", "_", "�", "文", "", ""]
 
 
 def nasty(family: Family) -> tuple[Family, Samples, Schedule]:

@@ -233,7 +233,7 @@ async function follow(one, body, signal) {
       one.start = data;
       const given = data.given[0], empty = () => ({
         pieces: [...given], writer: given.map(() => -1), call: given.map(text => (text === null ? null : 0)),
-        logprob: given.map(() => null), calls: [],
+        logprob: given.map(() => null), token: given.map(() => null), calls: [],
       });
       begin(one, empty());
       for (const { view: next } of lanes) if (!next.sample) next.open(empty()); // it waits for its turn
@@ -243,6 +243,7 @@ async function follow(one, body, signal) {
       refresh();
     } else if (event === "done") {
       one.done = data.relaylm;
+      view.sample.pieces = data.pieces?.[0] ?? view.sample.pieces; // characters of several tokens are whole now
       refresh();
     } else if (event === "error") throw new Error(data.error.message);
   }

@@ -1,9 +1,9 @@
 // Draws a denoising: the text as it is written, the schedule along time, costs as bars, and the controls of a replay.
 // One module for the page of `relaylm serve`, the stand-alone player and reports. Texts are set as textContent only.
 //
-// A sample is {pieces, writer, call, calls, logprob}: for each position the text of its token (null: not known yet),
-// the number of the model that wrote it (-1: given), the call that did (0: given, null: not written yet) and its
-// log-probability; and for each call {t, step, model, flops}. A model is {name, colour}.
+// A sample is {pieces, writer, call, calls, logprob, token}: for each position the text of its token (null: not known
+// yet), the number of the model that wrote it (-1: given), the call that did (0: given, null: not written yet), and where
+// they are known its log-probability and id; and for each call {t, step, model, flops}. A model is {name, colour}.
 
 export function make(tag, parent, className = "", text = undefined) {
   const element = document.createElement(tag);
@@ -65,11 +65,12 @@ export class Lane {
   }
 
   // Adds one call of a sample that is being made.
-  add({ positions, texts, logprobs, model, step, t }) {
-    const { pieces, writer, call, calls, logprob } = this.sample;
+  add({ positions, tokens, texts, logprobs, model, step, t }) {
+    const { pieces, writer, call, calls, logprob, token } = this.sample;
     calls.push({ t, step: step || null, model, flops: null });
     positions.forEach((position, k) => {
       pieces[position] = texts[k];
+      token[position] = tokens[k];
       writer[position] = model;
       call[position] = texts[k] === null ? null : calls.length; // a rule may mask a position again
       logprob[position] = logprobs?.[k] ?? null;
@@ -176,7 +177,8 @@ export function compare(one, other) {
   let differ = 0, both = 0;
   one.spans.forEach((span, j) => {
     const written = one.isWritten(j) && other.isWritten(j) && one.sample.call[j] !== 0;
-    const differs = written && one.sample.pieces[j] !== other.sample.pieces[j];
+    const what = one.sample.token ? "token" : "pieces"; // several tokens may make one character
+    const differs = written && one.sample[what][j] !== other.sample[what][j];
     both += written;
     differ += differs;
     span.classList.toggle("differs", differs);
