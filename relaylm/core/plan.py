@@ -127,6 +127,7 @@ class Events:
     expected_E: np.ndarray  # positions that the event's step writes on average; with the count it sets a call's shape
     positions_F: np.ndarray  # all free positions, row by row, in the order they are written
     step_nL: np.ndarray  # for each position the step that writes it; 0 where given (and everywhere at T = infinity)
+    most_E: np.ndarray  # positions that the event could write at most
 
     @property
     def per_row_n(self) -> np.ndarray:
@@ -148,7 +149,8 @@ def make_events(plan: Plan, times: Sequence[float] | None, alpha: Alpha = LINEAR
         row_ptr_n1, start_E, count_E, positions_F, step_E = sort_by_key(step_nL)
         t_E = np.asarray(times, dtype=np.float64)[len(times) - 1 - step_E]
         expected_E = plan.length * np.diff(masked_share)[step_E - 1]
-    return Events(row_ptr_n1, step_E, t_E, start_E, count_E, expected_E, positions_F, step_nL)
+    most_E = np.full(len(step_E), plan.length if times is not None else 1)
+    return Events(row_ptr_n1, step_E, t_E, start_E, count_E, expected_E, positions_F, step_nL, most_E)
 
 
 def sort_by_key(key_nL: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -128,13 +128,14 @@ def _fill_prefix(call_RL: np.ndarray, order_RL: np.ndarray, free_R: np.ndarray, 
 def spaced_events(plan: Plan, spacing: Spacing) -> Events:
     """The calls of every row of a plan under a spacing."""
     call_nL = spaced_calls(plan.u_nL, plan.given_nL < 0, spacing)
-    return events_of_calls(plan, call_nL, positions_per_call(plan.length, spacing))
+    most = -(-plan.length // spacing.distance)
+    return events_of_calls(plan, call_nL, positions_per_call(plan.length, spacing), most)
 
 
-def events_of_calls(plan: Plan, call_nL: np.ndarray, expected: float | None = None) -> Events:
+def events_of_calls(plan: Plan, call_nL: np.ndarray, expected: float | None = None, most: int | None = None) -> Events:
     """Events from the call, 1 and up, that writes each free position. They are counted down to 1; an event's time is
-    the share of its row's free positions that are masked before it. `expected` positions are written by a call; None:
-    exactly as many in all rows."""
+    the share of its row's free positions that are masked before it. `expected` positions are written by a call, and
+    `most` at most; None: exactly as many in all rows."""
     free_nL = plan.given_nL < 0
     step_nL = np.where(free_nL, call_nL.max(axis=1, keepdims=True) + 1 - call_nL, 0).astype(np.int32)
     row_ptr_n1, start_E, count_E, positions_F, step_E = sort_by_key(step_nL)
@@ -143,7 +144,8 @@ def events_of_calls(plan: Plan, call_nL: np.ndarray, expected: float | None = No
     written_E = start_E - (np.cumsum(free_n) - free_n)[row_E]
     t_E = (free_n[row_E] - written_E) / free_n[row_E]
     expected_E = count_E.astype(np.float64) if expected is None else np.full(len(step_E), expected)
-    return Events(row_ptr_n1, step_E, t_E, start_E, count_E, expected_E, positions_F, step_nL)
+    most_E = count_E if most is None else np.full(len(step_E), most)
+    return Events(row_ptr_n1, step_E, t_E, start_E, count_E, expected_E, positions_F, step_nL, most_E)
 
 
 def positions_per_call(length: int, spacing: Spacing) -> float:

@@ -159,7 +159,7 @@ def call_shapes(events: Events, length: int, rows: int) -> tuple[list[Shape], np
     """The shapes of calls of so many rows, and which of them each event's call has: places for the due positions that
     its step usually writes, doubled as often as an unusual event needs."""
     expected_E = events.expected_E
-    usual_E = expected_E + 5 * np.sqrt(expected_E) + 1
+    usual_E = np.minimum(expected_E + 5 * np.sqrt(expected_E) + 1, events.most_E)
     places_E = np.exp2(np.ceil(np.log2(np.maximum(usual_E, events.count_E)))).astype(np.int64)
     # At least two: PyTorch's attention on a CPU treats a single query specially, and its bits then depend on the row's
     # place in the batch.

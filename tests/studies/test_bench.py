@@ -27,7 +27,7 @@ KEYS = set(
     """device reference_ms_per_row_step reference_cache_ms_per_row_step reference_compiled_ms_per_row_step
 engine_ms_per_row_step speedup speedup_light peak_memory_reference peak_memory_engine matmul_tflops fraction_of_limit
 kl_to_fp32 breakdown ar_tokens_per_s shares slope bound_1_over_alpha paper_slip_1_over_1_minus_alpha growth
-trajectory_check machine versions seed command commit settings errors seconds_total""".split()  # noqa: SIM905
+trajectory_check spaced latency machine versions seed command commit settings errors seconds_total""".split()  # noqa: SIM905
 )
 TOY: dict[str, Any] = {
     "device": "cpu",
@@ -291,3 +291,17 @@ def test_the_reference_is_measured_at_its_best(monkeypatch: pytest.MonkeyPatch) 
         torch.device("cpu"),
     )  # type: ignore[arg-type]
     assert best_batch(side, (1, 2, 4), 4, 6, 1, 0)["ms_per_row_step"] == {"1": 10.5, "2": 10.5, "4": 10.5}
+
+
+def test_spaced_plans_and_one_row(result: dict[str, Any]) -> None:
+    assert [entry["distance"] for entry in result["spaced"]] == [2, 8]
+    for entry in result["spaced"]:
+        assert entry["rows_per_second"] * entry["ms_per_row"] == pytest.approx(1000)
+        assert entry["speedup"] > 0 and 1 <= entry["calls_per_row"] <= 2 * entry["distance"] - 1
+        assert all(k <= -(-16 // entry["distance"]) or k == 2 for _, k, _ in entry["shapes"])
+    assert result["latency"]["one position at a time"]["calls"] == 16
+    ahead = result["latency"]["one position at a time, 8 in parallel"]
+    assert ahead["rounds"] <= 16 <= ahead["calls"]
+    assert {"MDLM's sampler", "causal, with a cache", "spaced:2", "spaced:8"} <= set(result["latency"])
+    text = render(result)
+    assert "D = 8" in text and "one row of 16" in text

@@ -6,6 +6,7 @@ On the same weights (random ones, or a family's):
   consecutive steps at three noise levels, and over one trajectory from end to end as a check. Also with its cache, and
   under `torch.compile`, which separates the engine's gain from the compiler's.
 - **engine**: `denoise` from end to end, plan and queue included, on the folded network.
+- **spaced**, **latency**: `denoise` on spaced plans, and one row from end to end beside the others.
 - **autoregressive**: a causal network of the same size with a static key/value cache. At large T and batch it wins.
 
 Times are in milliseconds per row-step: one row (sample), one of its T steps. Parts that fail leave null and a line in
@@ -26,19 +27,22 @@ import torch
 from relaylm.errors import UserError
 from relaylm.measure.provenance import how_made
 from relaylm.progress import Bar, progress_bar
-from relaylm.studies.bench import engine_parts, reference_parts
+from relaylm.studies.bench import engine_parts, reference_parts, spaced_parts
 from relaylm.studies.bench.autoregressive import rival
 from relaylm.studies.bench.job import Job, Request
 from relaylm.studies.bench.published import Side, best_batch, dtype_of, free_memory
 from relaylm.tables import table
 
-PARTS = ("cache", "compiled", "trajectory", "shares", "memory", "breakdown", "kl", "rival", "growth", "bound")
+PARTS = (
+    *("cache", "compiled", "trajectory", "shares", "memory", "breakdown", "kl", "rival", "growth", "bound"),
+    *("spaced", "latency"),
+)
 # What a result always has; null where it was not measured.
 FIGURES = """reference_ms_per_row_step reference_cache_ms_per_row_step reference_compiled_ms_per_row_step
 reference_cache_batch reference_compiled_batch engine_ms_per_row_step speedup speedup_light speedup_over_cache
 speedup_over_compiled peak_memory_reference peak_memory_engine peak_memory_batch matmul_tflops fraction_of_limit
 kl_to_fp32 kl breakdown breakdown_light ar_tokens_per_s engine_tokens_per_s shares slope shares_measured_on alpha
-bound_1_over_alpha paper_slip_1_over_1_minus_alpha growth trajectory_check""".split()  # noqa: SIM905
+bound_1_over_alpha paper_slip_1_over_1_minus_alpha growth trajectory_check spaced latency""".split()  # noqa: SIM905
 
 
 @dataclass
@@ -85,7 +89,7 @@ def bench(progress: bool = True, parts: Sequence[str] | None = None, **sizes: An
         raise UserError(f"bench has no part {unknown[0]!r}; the parts are {', '.join(PARTS)}")
     request = Request(**sizes)
     job = Job.of(request)
-    with progress_bar("bench", 13, "part", progress) as bar:
+    with progress_bar("bench", 15, "part", progress) as bar:
         run = Runner(wanted, job.device, progress, bar)
         found = _measured(job, run, request.quick)
     return {
@@ -146,6 +150,14 @@ def _measured(job: Job, run: Runner, quick: bool) -> dict[str, Any]:
     causal = lambda: rival(size, batches[:2] if quick else batches, job.length, job.device, job.seed)  # noqa: E731
     found |= run("autoregressive rival", lambda: {"ar_tokens_per_s": causal()}, "rival")
     found |= run("growth", lambda: {"growth": ours.growth(job)}, "growth")
+    rate, alone = found.get("matmul_tflops"), (sweeps["heavy"].get("ms_per_row_step") or {}).get("1")
+    found |= run(
+        "spaced plans", lambda: spaced_parts.spaced(job, found.get("reference_ms_per_row_step"), rate), "spaced"
+    )
+    causal_rate = (found.get("ar_tokens_per_s") or {}).get("batch_1")
+    compiled = found.get("reference_compiled_ms_per_row_step") is not None
+    one_row = lambda: spaced_parts.latency(job, alone, causal_rate, compiled)  # noqa: E731
+    found |= run("latency of one row", one_row, "latency")
     return found | run("bound", lambda: theirs.bound(job, heavy, step_ms), "bound")
 
 
@@ -223,6 +235,17 @@ def render(result: dict[str, Any]) -> str:
         times = "" if not ours else f": {ar['best'] / ours:.2g} times the engine's {ours:,.0f}"
         best = f"{ar['batch_1']:,.0f} tokens/s at batch 1, {ar['best']:,.0f} at batch {ar['best_batch']}"
         lines.append(f"a causal model of the same size with a KV cache: {best}{times}")
+    if entries := get("spaced"):
+        head = ["spaced", "calls a row", "rows a second", "ms a row", "times MDLM's sampler", "fraction of the limit"]
+        forms = (("calls_per_row", ".1f"), ("rows_per_second", ".3g"), ("ms_per_row", ".3g"), ("speedup", ".1f"))
+        by_distance = [
+            (f"D = {e['distance']}", *(_show(e[k], f) for k, f in forms), _show(e["fraction_of_limit"], ".1%"))
+            for e in entries
+        ]
+        lines += ["", table(head, by_distance)]
+    if found := get("latency"):
+        rows_of = [(name, f"{e['ms']:.4g}", f"{e['calls']}") for name, e in found.items()]
+        lines += ["", table([f"one row of {s['length']}", "milliseconds", "calls"], rows_of)]
     lines += [f"not measured: {name}: {reason}" for name, reason in result["errors"].items()]
     return "\n".join(lines)
 

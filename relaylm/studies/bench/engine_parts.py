@@ -16,7 +16,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from relaylm.core.plan import Plan, make_events
+from relaylm.core.plan import Events, Plan, make_events
 from relaylm.errors import UserError
 from relaylm.kernels import trunk as kernels
 from relaylm.kernels.draw import race
@@ -32,13 +32,13 @@ from relaylm.studies.bench.published import Side, corrupted, device_seconds_of, 
 SHARES = tuple(range(0, 101, 10))  # per cent of light steps
 
 
-def executed_flops(model: Transformer, plan: Plan, samples: Samples, batch: int) -> float:
+def executed_flops(model: Transformer, plan: Plan, samples: Samples, batch: int, events: Events | None = None) -> float:
     """Operations that one model's run really did: empty places, padded positions and the head's spare places included;
     the queries, keys and values that a table replaced are not, nor the last block's values where none are made,
-    and the head's three pieces count as one product."""
+    and the head's three pieces count as one product. `events` are those of the run, if it was not in uniform steps."""
     a = model.architecture
-    times = [k / samples.steps for k in range(int(samples.steps), -1, -1)]
-    events = make_events(plan, times)
+    if events is None:
+        events = make_events(plan, [k / samples.steps for k in range(int(samples.steps), -1, -1)])
     shapes, shape_E = call_shapes(events, plan.length, min(batch, plan.n))
     per_head = 2.0 * a.width * a.vocab_size
     with torch.no_grad():

@@ -1,0 +1,122 @@
+"""The engine on spaced plans: rows a second at full batches, and the milliseconds of one row from end to end.
+
+A spaced row takes about 1.5 D calls whatever its length, each with L / (1.34 D) due positions. The distances measured
+are 40 at L = 1024 and in proportion at other lengths, a quarter and four times of that.
+
+**Latency** is that of one row, plan and queue included, with what an earlier row captured. MDLM's sampler takes T steps
+of its window's time at batch 1, plain and compiled; the causal rival writes L tokens at batch 1 with its cache.
+
+Shapes: L positions, T steps, D distance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from relaylm.core.plan import make_plan
+from relaylm.core.schedule import Schedule, Spacing
+from relaylm.core.spacing import spaced_events
+from relaylm.sampling.engine import Engine
+from relaylm.sampling.law import Law
+from relaylm.sampling.parallel import denoise_ahead
+from relaylm.sampling.queue import call_shapes
+from relaylm.studies.bench.engine_parts import executed_flops
+from relaylm.studies.bench.job import HEAVY, Job
+from relaylm.studies.bench.published import seconds_of
+from relaylm.studies.bench.reference_parts import other_windows
+
+AT = 40 / 1024  # the middle distance, as a share of the length
+WINDOW = 8  # events in parallel
+
+
+def distances(length: int) -> list[int]:
+    """The three distances, from the smallest."""
+    middle = max(2, round(AT * length))
+    return sorted({max(2, middle // 4), middle, min(max(2, length - 1), 4 * middle)})
+
+
+def _spaced(distance: int) -> Schedule:
+    return replace(HEAVY, spacing=Spacing(distance))
+
+
+def spaced(job: Job, reference_ms: float | None, tflops: float | None) -> dict[str, Any]:
+    """Rows a second of the heavy model by distance: against MDLM's sampler at T steps, as a share of the matmul rate,
+    and the shapes of the calls."""
+    found = []
+    for distance in distances(job.length):
+        plan = make_plan(job.rows, job.length, job.seed)
+        kept = _engine(job, job.rows)
+        runs = [
+            job.timed(
+                {"heavy": job.heavy.engine}, _spaced(distance), plan, steps=None, batch_size=job.batch, engine=kept
+            )
+            for _ in range(1 + job.effort.runs)
+        ]
+        kept.release()
+        seconds, samples = min(runs[1:] or runs, key=lambda run: run[0])
+        events = spaced_events(plan, Spacing(distance))
+        flops = executed_flops(job.heavy.engine, plan, samples, job.batch, events)
+        shapes, _ = call_shapes(events, plan.length, job.batch)
+        each = seconds / job.rows
+        found.append(
+            {
+                "distance": distance,
+                "calls_per_row": samples.cost.total_calls / job.rows,
+                "rows_per_second": 1 / each,
+                "tokens_per_second": job.length / each,
+                "ms_per_row": 1e3 * each,
+                "ms_per_call": 1e3 * seconds / samples.cost.total_calls,
+                "speedup": reference_ms * job.steps / (1e3 * each) if reference_ms else None,
+                "fraction_of_limit": flops / seconds / 1e12 / tflops if tflops else None,
+                "padded_calls": samples.cost.padded_calls,
+                "shapes": [[shape.rows, shape.per_row, shape.kept] for shape in shapes],
+            }
+        )
+    return {"spaced": found}
+
+
+def latency(job: Job, reference_ms: float | None, causal_tokens_per_s: float | None, compiled: bool) -> dict[str, Any]:
+    """Milliseconds of one row: the engine on spaced plans, one position at a time and in parallel windows, and the
+    others. `reference_ms` is a row-step of MDLM's sampler at batch 1."""
+    model, repeats = {"heavy": job.heavy.engine}, 1 + 2 * job.effort.runs
+    found: dict[str, Any] = {}
+    kept = _engine(job, 1)
+    plan = make_plan(1, job.length, job.seed)
+    for distance in distances(job.length):
+        runs = [
+            job.timed(model, _spaced(distance), plan, steps=None, batch_size=1, engine=kept) for _ in range(repeats)
+        ]
+        best, samples = min(runs[1:], key=lambda run: run[0])
+        found[f"spaced:{distance}"] = {"ms": 1e3 * best, "calls": samples.cost.total_calls}
+    runs = [job.timed(model, HEAVY, plan, steps=math.inf, batch_size=1, engine=kept) for _ in range(2)]
+    found["one position at a time"] = {"ms": 1e3 * runs[1][0], "calls": runs[1][1].cost.total_calls}
+    kept.release()
+
+    def ahead() -> Any:
+        options: dict[str, Any] = {"mask_id": job.heavy.engine.mask_id, "device": job.device, "steps": math.inf}
+        return denoise_ahead(model, HEAVY, plan, WINDOW, **options)
+
+    seconds, samples = _timed(ahead, job)
+    rounds = {"rounds": samples.cost.network_calls, "calls": samples.cost.total_calls}
+    found[f"one position at a time, {WINDOW} in parallel"] = {"ms": 1e3 * seconds, **rounds}
+    if reference_ms:
+        found["MDLM's sampler"] = {"ms": reference_ms * job.steps, "calls": job.steps}
+    if compiled:
+        found["MDLM's sampler, compiled"] = {"ms": other_windows(job, 1, True)[0] * job.steps, "calls": job.steps}
+    if causal_tokens_per_s:
+        found["causal, with a cache"] = {"ms": 1e3 * job.length / causal_tokens_per_s, "calls": job.length}
+    return {"latency": found}
+
+
+def _engine(job: Job, rows: int) -> Engine:
+    """An engine whose captured calls serve run after run."""
+    mask_id = job.heavy.engine.mask_id
+    return Engine([job.heavy.engine], make_plan(rows, job.length, job.seed), mask_id, Law(), job.device)
+
+
+def _timed(run: Callable[[], Any], job: Job) -> tuple[float, Any]:
+    out: list[Any] = []
+    return seconds_of(lambda: out.append(run()), job.device), out[0]
