@@ -30,7 +30,7 @@ from relaylm.files import expand
 
 COMMANDS = (
     *("sample", "info", "ls", "compare", "compose", "cost", "importance", "pairs", "search"),
-    *("prepare", "train", "lighten", "bound", "convert", "serve", "bench", "reproduce", "demo"),
+    *("prepare", "train", "lighten", "bound", "convert", "push", "serve", "bench", "reproduce", "demo"),
 )
 COMPLETION = 'print completion for a shell; in bash: eval "$(relaylm --completion bash)"'
 DESCRIPTION = """\

@@ -24,7 +24,7 @@ from relaylm.errors import UserError
 from relaylm.files import backup, expand, read_object
 from relaylm.models.compat import RESERVED, check_together
 from relaylm.models.folder import MANIFEST
-from relaylm.models.load import HUB_FILES, download
+from relaylm.models.hub import HUB_FILES, download
 from relaylm.models.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 
 Source = str | Path

@@ -52,6 +52,7 @@ PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 # No network is larger than this; a manifest that says so would only keep the machine busy.
 LARGEST = {"depth": 10_000, "width": 1 << 20, "vocab_size": 1 << 28, "length": 1 << 28}
 LARGEST |= {"mlp_ratio": 64, "cond_dim": 1 << 20}
+TAGS = ("masked-diffusion", "diffusion-language-model", "model-schedule")  # of model cards, for the hub
 _KINDS = {int: "a whole number", dict: "an object", str: "text", bool: "true or false"}
 _FILE = re.compile(rf"{NAME.pattern}(?:/{NAME.pattern})*\.safetensors")
 
@@ -339,8 +340,8 @@ def _lossless(network: Transformer) -> torch.dtype:
 
 def front_matter(licence: str, library: str = "relaylm") -> str:
     """The head of a model card that the hub reads."""
-    front = f"---\nlibrary_name: {library}\nlicense: {json.dumps(licence)}\npipeline_tag: text-generation\n"
-    return front + "tags:\n- masked-diffusion\n- diffusion-language-model\n- model-schedule\n---\n"
+    front = f"---\nlibrary_name: {library}\nlicense: {json.dumps(licence)}\npipeline_tag: text-generation\ntags:\n"
+    return front + "".join(f"- {tag}\n" for tag in TAGS) + "---\n"
 
 
 def _card(card: str | None, manifest: Mapping[str, Any]) -> str:

@@ -7,8 +7,7 @@ formats are sources too; `relaylm.convert` reads those.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from relaylm.errors import UserError, meant, reason
 from relaylm.files import backup, expand
 from relaylm.models.denoiser import Architecture
 from relaylm.models.folder import MANIFEST, files_of, read_manifest
+from relaylm.models.hub import HUB_FILES, HUB_ID, download
 
 BUNDLED = Path(__file__).parent / "families"
-HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.md", "*.jinja")  # nothing that could be code or a pickle
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def bundled() -> list[str]:
@@ -49,31 +47,11 @@ def locate(source: str | Path, revision: str | None = None) -> Path:
         return folder
     if os.path.exists(folder):
         raise UserError(f"{text!r} is a file, but a family is a folder")
-    if isinstance(source, str) and _HUB_ID.fullmatch(text):
+    if isinstance(source, str) and HUB_ID.fullmatch(text):
         return download(text, revision, HUB_FILES)
     known = f"the bundled families are {', '.join(bundled())}" if bundled() else "no families are bundled"
     hint = meant(text, bundled()) or ":"
     raise UserError(f"there is no family {text!r}{hint} no such folder, {known}, and a hub id is written owner/name")
-
-
-def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """The files of a hub repository that match the patterns, from the cache or the network. huggingface_hub's own
-    settings apply (HF_HOME, HF_HUB_OFFLINE)."""
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise UserError(
-            f"there is no file or folder {name!r}, and fetching it from the Hugging Face hub needs "
-            f"`pip install relaylm[hub]`"
-        ) from None
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
-    except Exception as error:  # the hub's errors come from several libraries; all of them mean: not fetched
-        at = "" if revision is None else f" at revision {revision}"
-        raise UserError(
-            f"there is no file or folder {name!r}, and it could not be fetched from the Hugging Face hub{at} "
-            f"({type(error).__name__}: {reason(error)})"
-        ) from None
 
 
 # -------------------------------------------------------------------------------------------------- what is inside

@@ -150,7 +150,9 @@ def averaged_network(file: Path, architecture: Architecture) -> Transformer:
 CARD = """\
 ---
 library_name: relaylm
-tags: [masked-diffusion, text-generation]
+license: unknown
+pipeline_tag: text-generation
+tags: [masked-diffusion, diffusion-language-model, model-schedule]
 ---
 # {name}
 
