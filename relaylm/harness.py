@@ -36,6 +36,7 @@ from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure.continuations import continuation_bound
 from relaylm.measure.likelihood import without_mask
+from relaylm.models.compat import check_whole
 from relaylm.models.family import Family
 from relaylm.models.text import wrap_marks
 from relaylm.progress import progress_bar
@@ -73,6 +74,7 @@ class Scheduled:
         if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
             device = "auto"  # lm_eval says cuda:0 unless it is given another
         self.family = Family.load(family, device=device, dtype=dtype)
+        check_whole(self.family.models)
         if self.family.tokenizer is None:
             raise UserError(f"{family} has no tokenizer, and tasks are text")
         self.tokenizer = self.family.tokenizer

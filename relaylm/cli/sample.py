@@ -191,6 +191,7 @@ def cost_line(samples: Any, schedule: str, heavy: str, reference: int) -> str:
     calls = ", ".join(f"{count} of {name}" for name, count in cost.calls.items() if count)
     steps = "infinitely many" if math.isinf(samples.steps) else f"{int(samples.steps)}"
     law = f"{samples.law}, at most {steps} calls a row" if samples.law.startswith("spaced") else f"{steps} steps"
+    law = f"{samples.law}, {steps} steps" if samples.law.startswith("blocks") else law
     line = f"{schedule}: {law}, calls: {calls}"
     if cost.flops is not None:
         line += f"; {cost.flops:.3g} FLOPs"

@@ -138,6 +138,8 @@ def _load(
     options: dict[str, Any] = {"dtype" if recent else "torch_dtype": dtype if dtype is not None else "auto"}
     if device_map is not None:
         options["device_map"] = device_map
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
     try:
         if kind is None:
             made, loader = transformers.AutoConfig.for_model(**config), transformers.AutoModelForMaskedLM
@@ -160,6 +162,9 @@ def _load(
         raise UserError(
             f"{folder} cannot be loaded by transformers ({type(error).__name__}: {reason(error)})"
         ) from None
+    finally:
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
     for key in sorted(map(str, report["missing_keys"])):
         raise UserError(f"{folder}: tensor {key} is missing")
     for key in sorted(map(str, report["mismatched_keys"])):

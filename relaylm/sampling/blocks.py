@@ -171,6 +171,7 @@ class Writing:
             calls={name: n * (name in made) for name in within},
             flops=sum(flops[name] for name in made),
             flops_all_heavy=flops.get(self.heavy, 0.0),
+            flops_reference=flops.get(self.heavy, 0.0),
             padded_calls=len(made) * (self.rows - n),
             network_calls=len(made),
             batch_size=self.rows,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from helpers import tiny_json
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 transformers = pytest.importorskip("transformers")
 
 from relaylm import Family, convert, sample  # noqa: E402
+from relaylm.cli.main import main  # noqa: E402
 from relaylm.convert import formats, hf, llama  # noqa: E402
 from relaylm.convert.tensors import count  # noqa: E402
 from relaylm.errors import UserError  # noqa: E402
@@ -584,6 +586,32 @@ def test_chat_prompt(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(escape)
     with pytest.raises(UserError, match="cannot render"):
         convert.chat_prompt(tmp_path, messages)
+
+
+@pytest.mark.parametrize("kind", ["sdar", "llada"])
+def test_chat_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str) -> None:
+    """The template, the published rule in blocks, and the answer alone."""
+    if kind == "sdar":
+        folder, _ = qwen(tmp_path / "model", "sdar", mask_token_id=0)
+        options = ["--rule", "low-confidence", "--steps", "4"]
+    else:
+        folder, _ = llada(tmp_path / "model", mask_token_id=0)
+        options = ["--rule", "low-confidence", "--block-length", "4", "--steps", "4"]
+    template = "{% for m in messages %}<A>{{ m['content'] }}</A>{% endfor %}<B>"
+    (folder / "tokenizer.json").write_text(tiny_json(letters=49))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    asked = ["--chat", "--prompt", "!!", "--max-new-tokens", "8", "--temperature", "0", "--json", "-", *options]
+    assert main(["sample", "--family", str(folder), *asked]) == 0
+    out, error = capfd.readouterr()
+    assert "Loading weights" not in error
+    found = json.loads(out)
+    prompt = convert.chat_prompt(folder, [{"role": "user", "content": "!!"}])
+    family = convert.load(folder)
+    assert family.tokenizer is not None
+    start = len(family.tokenizer.encode(prompt))
+    assert found["texts"] == convert.texts(family, found["tokens"], start) and len(found["tokens"][0]) == start + 8
+    given = family.tokenizer.encode(prompt)
+    assert found["tokens"][0][:start] == given and "rule=low-confidence" in found["changes_law"][0]
 
 
 def test_chat_prompt_is_what_transformers_renders(tmp_path: Path) -> None:

@@ -125,6 +125,8 @@ def test_cost_is_that_of_the_calls() -> None:
     assert samples.cost.calls == {"b": 2 * (3 + 2)}
     expected = sum(B.flops(4, 4, past) for past in (0, 4, 8)) + sum(B.flops(4, 0, past) for past in (0, 4))
     assert samples.cost.flops == 2 * expected == samples.cost.flops_all_heavy
+    one = relaylm.sample(family(), "heavy", n=2, steps=4)
+    assert one.cost.flops_saved == 0  # as many steps in a block as it has positions: what savings are counted against
     assert B.flops(4, 4, 8) == B.flops(4, 4) + 4 * 16 * 8 * (2 * 4 + 4)
 
 
