@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from relaylm.core.arguments import checked, token_rows
 from relaylm.core.diffusion import LINEAR, Alpha
 from relaylm.errors import UserError
 
@@ -96,17 +97,14 @@ class Plan:
         return int(self.given_nL.shape[1])
 
 
+@checked
 def make_plan(n: int, length: int, seed: int = 0, given: np.ndarray | None = None, first_row: int = 0) -> Plan:
     """A plan for n rows. `given` (n x length, or one row for all) holds token ids and -1 where a position is free."""
-    if n < 1:
-        raise UserError(f"the number of samples must be at least 1, not {n}")
-    if length < 1:
-        raise UserError(f"the length must be at least 1, not {length}")
     if not 0 <= first_row <= 2**32 - n:
         raise UserError(f"row numbers must lie between 0 and 2^32 - 1, not {first_row} to {first_row + n - 1}")
     given_nL = np.full((n, length), -1, dtype=np.int64)
     if given is not None:
-        given_nL[:] = given
+        given_nL[:] = token_rows(given, n, length)
     rows_n = np.arange(first_row, first_row + n, dtype=np.int64)
     u_nL = np.where(given_nL < 0, uniforms(seed, rows_n, length), 0.0)
     return Plan(seed, rows_n, given_nL, u_nL)

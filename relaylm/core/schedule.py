@@ -21,21 +21,15 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate, combinations, groupby, pairwise
-from numbers import Integral
 from typing import Any
 
 from relaylm.core import notation
+from relaylm.core.arguments import whole
 from relaylm.core.notation import HEAVY, LIGHT, MAX_DENOMINATOR, RESERVED, parse_share, share_text, shown
 from relaylm.errors import UserError, meant
 
 MAX_STEPS, MAX_DISTANCE = 10_000_000, 1_000_000
 SPACING_FORMS = ("sets", "prefix")
-
-
-def _whole(value: object, what: str, most: int = MAX_STEPS) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= most:
-        raise UserError(f"{what} must be a whole number from 1 to {most}, not {shown(value)}")
-    return int(value)
 
 
 def _check_share(share: object, what: str) -> None:
@@ -63,7 +57,7 @@ class Segment:
                 f"starting with a letter or digit, and none of {', '.join(RESERVED)}"
             )
         if not isinstance(self.steps, Fraction):
-            object.__setattr__(self, "steps", _whole(self.steps, f"the steps of {self.model}"))
+            object.__setattr__(self, "steps", whole(self.steps, f"the steps of {self.model}", 1, MAX_STEPS))
         else:
             _check_share(self.steps, f"the share of steps of {self.model}")
         if self.time is not None:
@@ -93,7 +87,7 @@ class Spacing:
     """`sets`: the fewest calls. `prefix`: positions are written in the plan's own order."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "distance", _whole(self.distance, "a spacing", MAX_DISTANCE))
+        object.__setattr__(self, "distance", whole(self.distance, "a spacing", 1, MAX_DISTANCE))
         if self.form not in SPACING_FORMS:
             raise UserError(f"the form of a spacing must be {' or '.join(SPACING_FORMS)}, not {shown(self.form)}")
 
@@ -286,7 +280,7 @@ class Schedule:
         Each segment gets T times its share, rounded by the largest remainder, ties to the masked end: never off by a
         whole step. Segments without a step are dropped. Cells become an ordered schedule: cell j of S ends after
         round(T j / S) steps, halves up, and equal neighbours are merged."""
-        T = _whole(T, "T")
+        T = whole(T, "T", 1, MAX_STEPS)
         self._refuse_steps()
         if self.placement == "cells":
             ends = [_round(T * j, len(self.segments)) for j in range(len(self.segments) + 1)]
@@ -309,7 +303,7 @@ class Schedule:
         own = self.steps
         if T is None and own is None:
             raise UserError(f"{shown(str(self))} is written in shares and fits any T: say how many steps to take")
-        T = _whole(own if T is None else T, "T")
+        T = whole(own if T is None else T, "T", 1, MAX_STEPS)
         if own is not None and own != T:
             hint = "write it in percent or change --steps"
             raise UserError(f"the schedule has {own} steps ({self}), but T is {T}; {hint}")

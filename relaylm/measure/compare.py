@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relaylm.core.arguments import checked
 from relaylm.core.cost import mean_price
 from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Schedule
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from relaylm.models.family import Family
 
 
+@checked
 def compare(
     family: Family,
     schedules: Sequence[str | Schedule],

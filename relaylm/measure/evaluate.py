@@ -14,6 +14,7 @@ Shapes: n rows, L positions, K models.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from relaylm.core.arguments import whole
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure import metrics
@@ -294,15 +296,19 @@ class Evaluator:
         if self.store is None or self.fresh:
             return {}
         found: dict[int, Drawn] = {}
-        n, length = self.given_nL.shape
+        (n, length), size = self.given_nL.shape, self.family.vocab_size
         for record in self.store.records("samples", law=self._law(spec)):
-            first, rows = record["first_row"], record["rows"]
+            with self.store.using():
+                first, rows = (whole(record[name], name, low) for name, low in (("first_row", 0), ("rows", 1)))
             if first >= n or (first in found and len(found[first].tokens_nL) > rows):
                 continue
             if (first + rows > n and not self._same_given) or record["given"] != array_hash(self._given(first, rows)):
                 continue
             if self.any_device or record["made"] == conditions(self.family, self._rows_in_call(rows)):
-                drawn = unpack(record, length, self.family.names)
+                with self.store.using():
+                    drawn = unpack(record, length, self.family.names)
+                    if len(drawn.tokens_nL) != rows or not 0 <= drawn.tokens_nL.min() <= drawn.tokens_nL.max() < size:
+                        raise ValueError("its tokens are not those of its rows")
                 if drawn.by_row or first + rows <= n:
                     found[first] = drawn
         return found
@@ -375,4 +381,8 @@ class Evaluator:
             return {"kind": "scores", **about, "judge": self.judge.name, "recipe": self.recipe, **sums}
 
         record = cached(self.store, self._score_key(start, part), judged, self.fresh)
-        return [np.array(record[name]) for name in SCORES]
+        with contextlib.nullcontext() if self.store is None else self.store.using():
+            sums = [np.array(record[name]) for name in SCORES]
+            if any(array.shape != (rows,) or array.dtype.kind not in "fib" for array in sums):
+                raise ValueError("its scores are not those of its rows")
+        return sums

@@ -41,6 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from relaylm.core.arguments import checked
 from relaylm.core.plan import uniforms
 from relaylm.core.schedule import Timetable
 from relaylm.errors import UserError
@@ -196,6 +197,7 @@ def in_words(bits: float, low: float, high: float) -> str:
     return f"{bits:.4f} bits per symbol (95%: {low:.4f} to {high:.4f}), perplexity {2.0**bits:.4g}"
 
 
+@checked
 def bound(
     denoiser: Any,
     tokens_NL: np.ndarray,

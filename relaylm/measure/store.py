@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from relaylm.errors import UserError
+from relaylm.errors import UserError, reason
 from relaylm.files import expand
 
 FILE, OLD_FILE, OLD_MANIFEST = "store.sqlite", "results.jsonl", "manifest.json"
@@ -141,6 +141,20 @@ class Store:
                 _write(self._connection, row)
                 kept = json.loads(row[3])
         return kept
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[None]:
+        """What is not in a record, or not as it should be, as one sentence: the checksum holds, but relaylm did not
+        write it."""
+        try:
+            yield
+        except UserError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            why = f"{type(error).__name__}: {reason(error)}"
+            raise UserError(
+                f"the store {self.folder} holds a record that relaylm did not write ({why}): name another folder"
+            ) from None
 
     # -------------------------------------------------------------------------------------------- the file
 

@@ -73,7 +73,19 @@ class FromLogits:
     """A denoiser from any function (tokens_BL, t_B) -> logits_BLV: convenient, and as slow as that function is."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.logits = function
+        self.function = function
+
+    def logits(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
+        """Logits (B, L, V) of the function, which must be floating-point numbers in that shape."""
+        logits_BLV = self.function(tokens_BL, t_B)
+        if not isinstance(logits_BLV, Tensor):
+            raise UserError(f"a denoiser's function must return a tensor of logits, not {brief(logits_BLV)}")
+        if not logits_BLV.is_floating_point() or logits_BLV.dim() != 3:
+            found = f"{logits_BLV.dtype} in shape {(*logits_BLV.shape,)}"
+            raise UserError(
+                f"a denoiser's logits must be floating-point numbers (rows, positions, tokens), not {found}"
+            )
+        return logits_BLV
 
     def logits_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> Tensor:
         """Logits (B, K, V) at K positions of each row."""

@@ -25,11 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from relaylm.core.arguments import checked
 from relaylm.core.diffusion import LINEAR, Alpha
 from relaylm.core.plan import Plan
 from relaylm.core.schedule import Policy, Schedule
 from relaylm.errors import UserError
-from relaylm.sampling.denoise import Options, check_request, denoise, next_call
+from relaylm.sampling.denoise import Options, check_request, denoise, next_call, rows_in_call
 from relaylm.sampling.engine import SCRATCH, at_rows, features_at, settings
 from relaylm.sampling.law import Drawer, Law, widest_float
 from relaylm.sampling.policy import Grid, RowStates, policy_text, resolve, static_models
@@ -51,6 +52,7 @@ from relaylm.sampling.rules import (
 CELLS = 1 << 26  # logits made at once, at most; a larger call's head goes over its places in slices
 
 
+@checked
 def decode(
     models: Mapping[str, Any],
     policy: Policy | Schedule,
@@ -202,7 +204,7 @@ class RuleRun:
         self.nats_n = torch.zeros(n + 1, dtype=self.exact, device=self.device)  # of what was written, with `truth`
 
         # On the host.
-        self.batch = options.batch_size or n
+        self.batch = rows_in_call(options.batch_size, n, length, options.device)
         self.widest = min(length, rule.block or length)
         self.steps = 0 if times is None else len(times) - 1
         self.time_T = np.array([1.0] if times is None else times)

@@ -24,11 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from relaylm.core.arguments import checked, whole
 from relaylm.core.diffusion import LINEAR, Alpha
 from relaylm.core.plan import Events, Plan, make_events
 from relaylm.core.schedule import Policy, Schedule
 from relaylm.core.spacing import events_of_calls, spaced_events
-from relaylm.errors import UserError
+from relaylm.errors import UserError, reason
 from relaylm.models.compat import check_whole
 from relaylm.sampling.engine import Call, Engine, settings
 from relaylm.sampling.law import Law
@@ -41,6 +42,7 @@ CallT_co = TypeVar("CallT_co", covariant=True)
 ResultT = TypeVar("ResultT")
 
 
+@checked
 def denoise(
     models: Mapping[str, Any],
     policy: Policy | Schedule,
@@ -63,10 +65,10 @@ def denoise(
     `policy` is a Schedule with model names in it (roles already bound), a Timetable, or any function of a RowState;
     `steps` is T, or infinity. `heavy` names the model that savings are counted against (default: the last one).
     `batch_size` is the number of rows in every call, short batches being padded, so that a row's calls always have the
-    same shapes; it is halved only if memory runs out (the cost says what was used). `callback` receives every event,
-    `on_calls(done, total)` the number of row-calls. An `engine` of an earlier run with the same models, law, seed and
-    as many rows brings what it captured on the device. `call_nL` says which call writes each position, from 1 up (0:
-    given), where that is no grid of steps."""
+    same shapes; it is halved only if memory runs out, and bounded where rows are few (the cost says what was used).
+    `callback` receives every event, `on_calls(done, total)` the number of row-calls. An `engine` of an earlier run with
+    the same models, law, seed and as many rows brings what it captured on the device. `call_nL` says which call writes
+    each position, from 1 up (0: given), where that is no grid of steps."""
     began = time.perf_counter()
     options = Options(mask_id, law or Law(), batch_size, heavy, device, callback, on_calls)
     run, finish = begin(models, policy, plan, options, steps, alpha, engine, call_nL)
@@ -122,8 +124,8 @@ def check_request(
     check_whole(models)
     if heavy is not None and heavy not in models:
         raise UserError(f"there is no model {heavy!r} to count savings against; the models are {', '.join(models)}")
-    if batch_size is not None and batch_size < 1:
-        raise UserError(f"the batch size must be at least 1, not {batch_size}")
+    if batch_size is not None:
+        whole(batch_size, "batch_size")
     if (plan.given_nL == mask_id).any():
         raise UserError(f"the mask ({mask_id}) cannot be given as a token: write -1 where a position is free")
     for name, model in models.items():
@@ -149,12 +151,27 @@ def next_call(
     while (call := source.take()) is not None:
         try:
             return call, run(call)
-        except torch.OutOfMemoryError:
-            if source.batch == 1:
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
                 raise
+            if source.batch == 1:
+                raise UserError(f"memory does not hold one row of this length ({reason(error)})") from None
             release()
             source.resize(source.batch // 2)
     return None
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, a device's or the machine's own (of which PyTorch says so in words alone)."""
+    words = ("can't allocate memory", "not enough memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
+
+
+def rows_in_call(batch_size: int | None, n: int, length: int, device: torch.device | str) -> int:
+    """Rows in every call: as asked for (all without a number), but where there are fewer rows, padding ends at a large
+    batch's worth of positions: a million rows that are not there would only take memory."""
+    most = (1 << 18 if torch.device(device).type == "cuda" else 1 << 14) // length
+    return min(batch_size or n, max(n, most))
 
 
 @dataclass(frozen=True)
@@ -188,7 +205,8 @@ class Run:
         lookup = static_models(policy, self.names)
         self.states = None if lookup is not None else RowStates(policy, self.names, plan.given_nL, steps)
         model_E = np.full(len(events.step_E), -1) if lookup is None else lookup(events.step_E, events.t_E)
-        self.queue = Queue(events, model_E, plan.length, options.batch_size or plan.n)
+        rows = rows_in_call(options.batch_size, plan.n, plan.length, options.device)
+        self.queue = Queue(events, model_E, plan.length, rows)
         if engine is None:
             engine = Engine(each, plan, options.mask_id, options.law, options.device, scored=lookup is None)
         elif engine.serves(each, plan, options.mask_id, options.law, lookup is None):
@@ -215,8 +233,10 @@ class Run:
             for group, features_UD in zip(groups, features, strict=True):
                 for call in group.calls:
                     self._passed(call, self.engine.run_first(call, features_UD, group.slot_L))
-        except torch.OutOfMemoryError:  # nothing was written by what failed: ordinary calls take less
-            self.engine.release()
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            self.engine.release()  # nothing was written by what failed: ordinary calls take less
         # The network calls above were made, with all their places.
         self.shared_calls = max(0, self.done - self.network_calls * self.queue.batch)
         self.queue.line_up()

@@ -73,6 +73,8 @@ class Drawer:
     ) -> tuple[Tensor, Tensor]:
         """A token for each place, and the logits (N, V) of the law that it was drawn from; `seed` for places that have
         their own."""
+        if not logits_NV.is_floating_point():
+            raise UserError(f"a model must give logits in floating-point numbers, not {logits_NV.dtype}")
         lawful_NV = self.law.apply(logits_NV, self.mask_id)
         # The largest logit is NaN if any is, +inf if any is, and -inf if no token is possible; -inf for some tokens is
         # allowed. A sum is finite only if all of its terms are.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from relaylm.core.arguments import checked, token_rows
 from relaylm.core.diffusion import LINEAR, Alpha
 from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Policy, Schedule, Spacing, Timetable
@@ -93,12 +94,8 @@ def _encode(family: Family, text: str | None, what: str) -> list[int]:
 
 def checked_given(given: Any, n: int, length: int) -> np.ndarray:
     """Token ids, -1 where free: one row for all, or n rows."""
-    array = np.asarray(given)
-    if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or (array.ndim == 2 and len(array) != n):
-        raise UserError(
-            f"given must hold whole numbers, in one row or in {n}, not {array.dtype} in shape {array.shape}"
-        )
-    if not 1 <= array.shape[-1] <= length:
+    array = token_rows(given, n)
+    if array.shape[-1] > length:
         raise UserError(f"{array.shape[-1]} positions are given, but the family's length is {length}")
     return array
 
@@ -183,6 +180,7 @@ class Request:
         return f"uniform:{'inf' if endless else int(own or self.steps or 0)}"
 
 
+@checked
 def settle(
     family: Family,
     schedule: str | Schedule | Policy = "heavy",
@@ -223,6 +221,8 @@ def settle(
         raise UserError("given says all about a row: it cannot go with prompt, suffix, infill or a length")
     else:
         given = checked_given(given, n, family.length)
+        if given.max() >= family.vocab_size:
+            raise UserError(f"token {given.max()} is given, but the family knows ids 0 to {family.vocab_size - 1} only")
     default = family.meta.get("spacing") if rule is None and alpha == LINEAR else None
     width = family.block_length or given.shape[-1]  # positions that one run of the sampler writes
     policy, steps = choose_spacing(policy, steps, spacing, spread, width, default)
@@ -273,6 +273,7 @@ def _in_blocks(
     return replace(samples, tokens=samples.tokens[:, :length], trace=kept)
 
 
+@checked
 def sample(
     family: Family,
     schedule: str | Schedule | Policy = "heavy",

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from relaylm.core.cost import SPACED_PLANS, spaced_sizes
 from relaylm.core.plan import make_events, make_plan
@@ -41,6 +40,7 @@ from relaylm.measure.evaluate import Workers, array_hash, cached, check_storable
 from relaylm.measure.judge import Judge, log_perplexity
 from relaylm.measure.store import Store, content_key
 from relaylm.progress import progress_bar
+from relaylm.sampling.denoise import out_of_memory
 from relaylm.sampling.result import Samples
 from relaylm.sampling.sample import sample
 from relaylm.search.tree import Grown, Stopped, grow, grow_rows
@@ -294,8 +294,8 @@ class Trials:
         what = (self.family, self.judge, tokens_UL, given_UL, prompts, self.recipe)
         try:
             return log_perplexity(judge_rows(*what))
-        except torch.OutOfMemoryError:
-            if not self._engines:
+        except (RuntimeError, MemoryError) as error:
+            if not self._engines or not out_of_memory(error):
                 raise
             for engine in self._engines.values():  # free what the sampler keeps captured between rounds
                 engine.release()
@@ -334,12 +334,14 @@ class Trials:
         digest = family.digest or content_key({name: model_key(family, name) for name in family.names})
         about = {"kind": "search", "family": digest, "name": family.name or ""}
         kept = store.put(content_key("search"), about)
-        if kept["family"] != digest:
-            other = f"{kept['name'] or 'a family'} {kept['family'][:12]}, not {digest[:12]}"
+        if (own := str(kept.get("family"))) != digest:
+            other = f"{kept.get('name') or 'a family'} {own[:12]}, not {digest[:12]}"
             what = f"the store {store.folder} belongs to a search over other weights ({other})"
             raise UserError(f"{what}: name another folder")
         if not self.fresh:
             for record in store.records("trials", base=self.base):
+                with store.using():
+                    _check_record(record)
                 used: set[str] = set()
                 key = self._key(record["first"], record["rows"], record["laws"])
                 shutil.rmtree(self._unfinished(store, key), ignore_errors=True)  # left by a kill after the record
@@ -381,6 +383,21 @@ def _stages(schedule: Schedule) -> tuple[tuple[str, ...], tuple[float, ...]]:
 def _by_stage(t_E: np.ndarray, times: Sequence[float]) -> np.ndarray:
     """How many of these times lie from each time of a grid, included, down to the next."""
     return np.bincount(np.searchsorted(-np.asarray(times), -t_E, side="right") - 1, minlength=len(times) - 1)
+
+
+def _check_record(record: Mapping[str, Any]) -> None:
+    """Refuse a record whose parts are not there or do not fit each other."""
+    size, rows = len(record["laws"]), range(record["first"], record["first"] + record["rows"])
+    calls = [*record["calls_made"].values(), record["merged"], record["first"]]
+    scores = [x for row in record["log_ppl"] for x in row]
+    fits = all(len(row) == len(rows) for row in record["log_ppl"])
+    if not fits or {len(record["log_ppl"]), len(record["tokens"])} != {size} or not size:
+        raise ValueError("its parts differ in length")
+    texts = [*record["laws"], *record["tokens"], *record["calls_made"]]
+    if not all(isinstance(x, str) for x in texts) or not all(type(x) is int and x >= 0 for x in calls):
+        raise TypeError("its parts are of other kinds")
+    if not all(x is None or isinstance(x, float) for x in scores):
+        raise TypeError("its scores are no numbers")
 
 
 def _stretches(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
