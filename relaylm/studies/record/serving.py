@@ -1,0 +1,204 @@
+"""What a server of this machine does under load: behind results/serve/.
+
+    python -m relaylm.studies.record.serving results/serve/cpu.json
+
+Saturation compares 64 clients at once with `relaylm.sample` at the same batch size, in turns, by the clock and by the
+processor time of the process that computes (on a machine that others use as well, only the second is steady). Latency
+is measured with Poisson arrivals at a share of the saturated rate, memory over many small requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+
+from relaylm.files import atomic_write
+from relaylm.measure.provenance import how_made
+from relaylm.models.family import Family
+from relaylm.sampling.sample import sample
+
+
+@contextmanager
+def served(*words: str) -> Iterator[tuple[str, int]]:
+    """A server in a process of its own: its address and process number."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "relaylm", "serve", "--port", str(port), *words]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        while True:
+            try:
+                httpx.get(f"{address}/health", timeout=5).raise_for_status()
+                break
+            except httpx.HTTPError:
+                if process.poll() is not None:
+                    raise RuntimeError("the server ended") from None
+                time.sleep(0.2)
+        yield address, process.pid
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor time of another process so far (Linux)."""
+    parts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(parts[11]) + int(parts[12])) / 100
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory of another process (Linux)."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+
+async def ask(client: httpx.AsyncClient, fields: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """One request: seconds from sending to the whole answer, and the answer."""
+    began = time.perf_counter()
+    answer = await client.post("/v1/denoise", json={**fields, "stream": False})
+    answer.raise_for_status()
+    return time.perf_counter() - began, answer.json()
+
+
+def clients(address: str) -> httpx.AsyncClient:
+    """A client with as many connections as there are requests."""
+    return httpx.AsyncClient(base_url=address, timeout=600, limits=httpx.Limits(max_connections=None))
+
+
+async def closed(
+    address: str, fields: dict[str, Any], at_once: int, each: int, first_seed: int
+) -> list[dict[str, Any]]:
+    """So many clients at once, each with one request after the other; the answers in order of their seeds."""
+    async with clients(address) as client:
+
+        async def one(number: int) -> list[dict[str, Any]]:
+            seeds = range(first_seed + number * each, first_seed + (number + 1) * each)
+            return [(await ask(client, {**fields, "seed": seed}))[1] for seed in seeds]
+
+        return [answer for answers in await asyncio.gather(*map(one, range(at_once))) for answer in answers]
+
+
+async def poisson(address: str, fields: dict[str, Any], rate: float, requests: int) -> list[float]:
+    """Latencies with arrivals at random times, `rate` a second on average."""
+    chance = random.Random(0)
+    async with clients(address) as client:
+
+        async def one(seed: int, at: float) -> float:
+            await asyncio.sleep(at)
+            return (await ask(client, {**fields, "seed": seed}))[0]
+
+        times = np.cumsum([chance.expovariate(rate) for _ in range(requests)])
+        return list(await asyncio.gather(*(one(seed, at) for seed, at in enumerate(times))))
+
+
+def saturation(address: str, pid: int, family: Family, fields: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """Rows a second of 64 clients and of `sample`, in turns; every text is compared."""
+    found: dict[str, list[list[float]]] = {"server": [], "sample": []}
+    options = {name: value for name, value in fields.items() if name != "schedule"}
+    batch = asyncio.run(closed(address, fields, 1, 1, 10**6))[0]["relaylm"]["batch_size"]
+    rows, same = 64, True
+    sample(family, fields["schedule"], batch, batch_size=batch, **options)  # warm
+    for number in range(rounds):
+        clock, spent = time.perf_counter(), processor_seconds(pid)
+        answers = asyncio.run(closed(address, fields, rows, 1, number))
+        found["server"].append([rows / (time.perf_counter() - clock), (processor_seconds(pid) - spent) / rows])
+        clock, usage = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+        samples = sample(family, fields["schedule"], rows, batch_size=batch, seed=number, **options)
+        seconds, after = time.perf_counter() - clock, resource.getrusage(resource.RUSAGE_SELF)
+        processor = after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime
+        found["sample"].append([rows / seconds, processor / rows])
+        same &= answers[0]["texts"] == samples.texts[:1]
+    server, alone = (np.array(found[name]).mean(axis=0) for name in ("server", "sample"))
+    return {
+        "clients": rows,
+        "batch_size": batch,
+        "rounds": rounds,
+        "rows_per_second": {"server": float(server[0]), "sample": float(alone[0])},
+        "processor_seconds_per_row": {"server": float(server[1]), "sample": float(alone[1])},
+        "ratio_by_clock": float(server[0] / alone[0]),
+        "ratio_by_processor_time": float(alone[1] / server[1]),
+        "each": found,
+        "texts_equal": bool(same),
+    }
+
+
+def latency(address: str, fields: dict[str, Any], rate: float, load: float, requests: int) -> dict[str, Any]:
+    """Percentiles of the latency at a share of the saturated rate."""
+    seconds = asyncio.run(poisson(address, fields, load * rate, requests))
+    p50, p95, p99 = np.percentile(seconds, [50, 95, 99]).tolist()
+    return {"load": load, "requests_per_second": load * rate, "requests": requests, "p50": p50, "p95": p95, "p99": p99}
+
+
+def memory(address: str, pid: int, requests: int) -> dict[str, Any]:
+    """Resident memory of the server while it answers small requests of many lengths and schedules."""
+    points = []
+
+    async def many(first: int, count: int) -> None:
+        async with clients(address) as client:
+
+            async def one(number: int) -> None:
+                for seed in range(first + number, first + count, 16):
+                    schedule = ("light", "L50% H50%", "heavy")[seed % 3]
+                    fields = {"length": 4 + seed % 13, "steps": 1 + seed % 2, "schedule": schedule, "seed": seed}
+                    await ask(client, fields)
+
+            await asyncio.gather(*map(one, range(16)))
+
+    step = max(1, requests // 20)
+    for first in range(0, requests, step):
+        asyncio.run(many(first, step))
+        points.append([first + step, resident(pid)])
+    half = len(points) // 2
+    growth = points[-1][1] / points[half - 1][1] - 1
+    return {"requests": requests, "bytes_after": points, "growth_over_second_half": growth}
+
+
+def main() -> None:
+    """Measure and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out")
+    parser.add_argument("--family", default="wiki-char")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--schedule", default="sandwich:50%")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--small-requests", type=int, default=10_000)
+    args = parser.parse_args()
+    family = Family.load(args.family, device=args.device)
+    fields = {"length": args.length, "steps": args.steps, "schedule": args.schedule}
+    with served("--family", args.family, "--device", args.device) as (address, pid):
+        full = saturation(address, pid, family, fields, args.rounds)
+        print(json.dumps({**full, "each": None}), flush=True)
+        rate = full["rows_per_second"]["server"]
+        loads = []
+        for load in (0.5, 0.8):
+            loads.append(latency(address, fields, rate, load, args.requests))
+            print(json.dumps(loads[-1]), flush=True)
+    with served("--family", args.family, "--device", args.device, "--batch-size", "1") as (address, pid):
+        flat = memory(address, pid, args.small_requests)
+        print(json.dumps(flat["growth_over_second_half"]), flush=True)
+    record = {"request": fields, "family": args.family, "saturation": full, "latency": loads, "memory": flat}
+    atomic_write(Path(args.out), json.dumps({**how_made(torch.device(args.device)), **record}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
