@@ -20,13 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=seconds_type, default=600.0, help="time for a request, waiting included: 90s, 10m")
     add_shared(parser, "batch-size", **{"batch-size": "rows in every network call (auto: by the device)"})
     add("--log-prompts", action="store_true", help="write the fields of requests to the log, prompts included")
-    add_shared(parser, "dtype device")
+    add_shared(parser, "dtype device cluster")
+    add("--replicas", type=positive, help="with --cluster: how many (default: one for each GPU, else one)")
 
 
 def run(args: argparse.Namespace) -> tools.Result:
     """Load the families and serve until interrupted."""
     try:
-        from relaylm.serve.server import load_families, serve
+        from relaylm.serve.server import serve
     except ModuleNotFoundError as error:
         raise UserError(f"relaylm serve needs {error.name}: pip install 'relaylm[serve]'") from None
     from relaylm.serve.app import Settings
@@ -34,6 +35,8 @@ def run(args: argparse.Namespace) -> tools.Result:
 
     limits = Limits(**tools.chosen(args, "max_rows max_queue timeout batch_size"))
     settings = Settings(args.api_key or os.environ.get("RELAYLM_API_KEY"), log_prompts=args.log_prompts)
-    families = load_families(args.family or [tools.default_family(None)], args.device, args.dtype)
-    serve(families, limits, settings, args.host, args.port)
+    if args.replicas is not None and args.cluster is None:
+        raise UserError("--replicas goes with --cluster")
+    sources, address = args.family or [tools.default_family(None)], (args.host, args.port)
+    serve(sources, args.device, args.dtype, limits, settings, address, args.cluster, args.replicas)
     return {}

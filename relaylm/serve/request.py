@@ -221,6 +221,18 @@ def read_ask(values: Mapping[str, Any], allowed: frozenset[str]) -> Ask:
 # ------------------------------------------------------------------------------------------------ families
 
 
+def load_families(sources: list[str], device: str, dtype: str | None) -> dict[str, Family]:
+    """Families by the names that clients use: NAME=SOURCE, or the family's own."""
+    families: dict[str, Family] = {}
+    for text in sources:
+        name, _, source = text.rpartition("=")
+        family = Family.load(source, device=device, dtype=dtype)
+        if (name := name or family.name or source) in families:
+            raise UserError(f"two families are called {name}: name them, --family NAME=SOURCE")
+        families[name] = family
+    return families
+
+
 def pick_family(families: Mapping[str, Family], name: str | None) -> tuple[str, Family]:
     """A served family by its name, or the first."""
     name = next(iter(families)) if name is None else name

@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from relaylm.errors import UserError, reason
-from relaylm.models.family import Family
 from relaylm.serve.app import JsonLines, Settings, create_app
 from relaylm.serve.host import Host, Limits
+from relaylm.serve.request import load_families
 
 HEADER_SECONDS = 10.0  # for the first request of a connection to arrive
 
@@ -31,18 +31,6 @@ class Protocol(H11Protocol):
     def _expect(self) -> None:
         if self.cycle is None and not self.transport.is_closing():
             self.transport.abort()
-
-
-def load_families(sources: list[str], device: str, dtype: str | None) -> dict[str, Family]:
-    """Families by the names that clients use: NAME=SOURCE, or the family's own."""
-    families: dict[str, Family] = {}
-    for text in sources:
-        name, _, source = text.rpartition("=")
-        family = Family.load(source, device=device, dtype=dtype)
-        if (name := name or family.name or source) in families:
-            raise UserError(f"two families are called {name}: name them, --family NAME=SOURCE")
-        families[name] = family
-    return families
 
 
 def application(host: Host, settings: Settings) -> Any:
@@ -87,7 +75,23 @@ def run(app: Any, address: str, port: int, most: int, grace: float) -> None:
         uvicorn.Server(config).run([listener])
 
 
-def serve(families: Mapping[str, Family], limits: Limits, settings: Settings, address: str, port: int) -> None:
-    """Serve families from this process."""
-    app = application(Host(families, limits), settings)
-    run(app, address, port, limits.max_rows + limits.max_queue + 64, limits.timeout)
+def serve(
+    sources: list[str],
+    device: str,
+    dtype: str | None,
+    limits: Limits,
+    settings: Settings,
+    address: tuple[str, int],
+    cluster: str | None = None,
+    replicas: int | None = None,
+) -> None:
+    """Serve families from this process, or from replicas on a Ray cluster."""
+    most = limits.max_rows + limits.max_queue + 64
+    if cluster is None:
+        app = application(Host(load_families(sources, device, dtype), limits), settings)
+    else:
+        from relaylm.serve.replicas import deploy
+
+        app = create_app(deploy(sources, device, dtype, limits, cluster, replicas), settings)
+        most *= replicas or 16
+    run(app, *address, most, limits.timeout)

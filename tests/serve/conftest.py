@@ -22,3 +22,9 @@ def tiny_family(length: int = 32) -> Family:
 def family() -> Family:
     """As `tiny_family`."""
     return tiny_family()
+
+
+@pytest.fixture(scope="session")
+def wide_family() -> Family:
+    """With room for the prompts of the examples."""
+    return tiny_family(64)

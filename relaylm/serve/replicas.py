@@ -1,0 +1,176 @@
+"""Scale-out: replicas on Ray Serve, behind one address.
+
+The HTTP side stays in the process that was started; each replica is an actor with its own families and scheduler, on a
+GPU of its own or on a CPU. Ray sends a request to the less busy of two replicas.
+
+**A replica that is lost.** A request's seed is settled before it is sent, and a row's text and calls depend on nothing
+else, so another replica writes the same. What it writes is compared with what was passed on by counting: the first
+calls of each row that the client has seen are left out. After `TRIES` losses the request is refused with 503.
+
+Needs the extra `cluster` beside `serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import AsyncIterator
+from importlib import import_module
+from typing import Any
+
+from relaylm.errors import UserError, reason
+from relaylm.serve.host import Host, Limits
+from relaylm.serve.metrics import Metrics
+from relaylm.serve.request import Ask, Refused, load_families
+
+TRIES = 3
+NAME = "relaylm"
+
+
+class Replica:
+    """What runs in a Ray actor."""
+
+    def __init__(self, sources: list[str], device: str, dtype: str | None, limits: Limits) -> None:
+        self.host = Host(load_families(sources, device, dtype), limits)
+        self.host.start()
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The entries of GET /v1/models."""
+        return await self.host.models()
+
+    async def schedule(self, ask: Ask) -> dict[str, Any] | Refused:
+        """A schedule as parsed, or why not."""
+        try:
+            return await self.host.schedule(ask)
+        except Refused as error:
+            return error
+
+    async def process(self) -> int:
+        """The process's number."""
+        return os.getpid()
+
+    async def stream(self, ask: Ask) -> AsyncIterator[tuple[str, Any]]:
+        """The events of a request; a refusal is one, too, since Ray would wrap an exception."""
+        try:
+            async for event in self.host.stream(ask):
+                yield event
+        except Refused as error:
+            yield "refused", error
+
+    async def check_health(self) -> None:
+        """Ray replaces a replica whose thread has ended."""
+        await self.host.health()
+
+
+class Replicas:
+    """The backend that passes requests on; see `app.Backend`."""
+
+    def __init__(self, handle: Any, losses: tuple[type[BaseException], ...], status: Any) -> None:
+        self.handle, self.losses, self.status = handle, losses, status
+        self.metrics_of, self.under_way = Metrics(), 0
+
+    async def _ask(self, method: str, *values: Any) -> Any:
+        """One answer of any replica."""
+        for _ in range(TRIES):
+            try:
+                answer = await getattr(self.handle, method).remote(*values)
+            except self.losses:
+                continue
+            if isinstance(answer, Refused):
+                raise answer
+            return answer
+        raise lost()
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The entries of GET /v1/models."""
+        found: list[dict[str, Any]] = await self._ask("models")
+        return found
+
+    async def schedule(self, ask: Ask) -> dict[str, Any]:
+        """A schedule as parsed, and what it costs."""
+        found: dict[str, Any] = await self._ask("schedule", ask)
+        return found
+
+    async def health(self) -> dict[str, Any]:
+        """Replicas that run, and requests under way."""
+        return {"replicas": await asyncio.to_thread(self.status), "requests": self.under_way}
+
+    async def metrics(self) -> bytes:
+        """Prometheus' text: of requests and tokens only; calls are counted where they are made."""
+        return self.metrics_of.text(self.under_way, 0)
+
+    async def stream(self, ask: Ask) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """The events of a request, each once, whatever becomes of replicas."""
+        started, passed = False, Counter[int]()  # calls of each row that were passed on
+        self.under_way += 1
+        try:
+            for _ in range(TRIES):
+                seen, events = Counter[int](), self.handle.options(stream=True).stream.remote(ask)
+                try:
+                    async for name, value in events:
+                        if name == "refused":
+                            raise value
+                        if name == "start":
+                            started, again = True, started
+                            if again:
+                                continue
+                        if name == "written":
+                            row = value["row"]
+                            seen[row] += 1
+                            if seen[row] <= passed[row]:
+                                continue
+                            passed[row] += 1
+                            self.metrics_of.tokens.labels(ask.model or "").inc(len(value["tokens"]))
+                        if name == "done":
+                            self.metrics_of.request(value["relaylm"])
+                        yield name, value
+                    return
+                except self.losses:
+                    await asyncio.sleep(0.1)  # until the router knows
+                finally:
+                    events.cancel()  # of no effect on one that has ended
+            raise lost()
+        finally:
+            self.under_way -= 1
+
+
+def lost() -> Refused:
+    """The answer when replicas are lost again and again."""
+    return Refused(503, "the replicas that computed this were lost: try again", "replica_lost", retry_after=5)
+
+
+def deploy(
+    sources: list[str], device: str, dtype: str | None, limits: Limits, address: str, replicas: int | None
+) -> Replicas:
+    """Start replicas on a Ray cluster ("local": on this machine), by default one for each GPU, else one."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray, serve = import_module("ray"), import_module("ray.serve")
+    except ImportError:
+        raise UserError("a cluster needs Ray Serve: pip install 'relaylm[serve,cluster]'") from None
+    if not ray.is_initialized():
+        processors = max(replicas or 1, os.cpu_count() or 1)
+        local = {"include_dashboard": False, "num_cpus": processors} if address == "local" else {}
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR", **local)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise UserError(f"cannot reach a Ray cluster at {address}: {reason(error)}") from None
+    serve.start(proxy_location="Disabled")  # the HTTP side is here
+    gpus = int(ray.cluster_resources().get("GPU", 0)) if device in ("auto", "cuda") else 0
+    deployment = serve.deployment(
+        name=NAME,
+        num_replicas=replicas or max(1, gpus),
+        max_ongoing_requests=limits.max_rows + limits.max_queue,
+        ray_actor_options={"num_gpus": 1} if gpus else {"num_cpus": 1},
+        health_check_period_s=2,
+    )(Replica)
+    handle = serve.run(deployment.bind(sources, device, dtype, limits), name=NAME, route_prefix=None)
+    exceptions = ray.exceptions
+    names = ("RayActorError", "WorkerCrashedError", "NodeDiedError", "ObjectLostError", "OutOfMemoryError")
+
+    def running() -> int:
+        states = serve.status().applications[NAME].deployments[NAME].replica_states
+        return int(states.get("RUNNING", 0))
+
+    return Replicas(handle, tuple(getattr(exceptions, name) for name in names), running)

@@ -1,0 +1,134 @@
+"""Replicas on Ray Serve: the backend with stand-ins for Ray, and for real with one replica killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import relaylm
+from relaylm.models.family import Family
+from relaylm.serve.host import Host, Limits
+from relaylm.serve.replicas import Replicas
+from relaylm.serve.request import Ask, Refused
+
+
+class Lost(Exception):
+    """What Ray raises when an actor has died."""
+
+
+class Stream:
+    """A stream of a replica that is lost after some events."""
+
+    def __init__(self, host: Host, ask: Ask, events: int) -> None:
+        self.host, self.ask, self.events = host, ask, events
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        count = 0
+        async for event in self.host.stream(self.ask):
+            if (count := count + 1) > self.events:
+                raise Lost
+            yield event
+
+    def cancel(self) -> None: ...
+
+
+class Handle:
+    """A deployment's handle: the k-th request is lost after losses[k] events."""
+
+    def __init__(self, host: Host, losses: list[int]) -> None:
+        self.host, self.losses = host, iter(losses)
+        self.stream = SimpleNamespace(remote=lambda ask: Stream(self.host, ask, next(self.losses)))
+
+    def options(self, **_: Any) -> Handle:
+        return self
+
+
+@pytest.mark.parametrize("losses", [[10**9], [0, 10**9], [5, 10**9], [1, 9, 10**9]])
+def test_a_lost_replica_is_not_seen_in_the_stream(family: Family, losses: list[int]) -> None:
+    host = Host({"tiny": family}, Limits())
+    ask = Ask(prompt="the ", length=20, steps=8, n=2, seed=3, schedule="L50% H50%")
+
+    async def all_of(backend: Any) -> list[Any]:
+        return [event async for event in backend.stream(ask)]
+
+    host.start()
+    try:
+        expected = asyncio.run(all_of(host))
+        found = asyncio.run(all_of(Replicas(Handle(host, losses), (Lost,), None)))
+    finally:
+        host.close()
+    for events in (expected, found):
+        events[0][1].pop("id")
+        for name in ("seconds_queued", "seconds_computing"):
+            events[-1][1]["relaylm"].pop(name)
+
+    def by_row(events: list[Any]) -> list[Any]:  # rows may overtake each other, a row's own events may not
+        return sorted(events, key=lambda event: event[1].get("row", -1 if event[0] == "start" else 99))
+
+    assert by_row(found) == by_row(expected) and [found[0][0], found[-1][0]] == ["start", "done"]
+
+
+def test_after_several_losses_the_request_is_refused(family: Family) -> None:
+    host = Host({"tiny": family}, Limits())
+    host.start()
+
+    async def all_of() -> None:
+        async for _ in Replicas(Handle(host, [2, 3, 4]), (Lost,), None).stream(Ask(length=20, steps=8, seed=3)):
+            pass
+
+    try:
+        with pytest.raises(Refused) as refused:
+            asyncio.run(all_of())
+    finally:
+        host.close()
+    assert refused.value.status == 503 and refused.value.retry_after
+
+
+@pytest.mark.slow
+def test_two_replicas_one_killed_under_load() -> None:
+    ray = pytest.importorskip("ray")
+    pytest.importorskip("ray.serve")
+    from relaylm.serve.replicas import deploy
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    backend = deploy(["wiki-char"], "cpu", None, Limits(batch_size=2), "local", 2)
+    fields = {"length": 24, "steps": 12, "schedule": "sandwich:50%", "n": 2}
+
+    async def one(seed: int) -> Any:
+        try:
+            events = [event async for event in backend.stream(Ask(**fields, seed=seed))]  # type: ignore[arg-type]
+        except Refused as error:
+            return error.status
+        return events[-1][1]["texts"]
+
+    async def load() -> tuple[list[Any], set[int]]:
+        pids: set[int] = set()
+        while len(pids) < 2:
+            pids.add(await backend._ask("process"))
+        tasks = [asyncio.ensure_future(one(seed)) for seed in range(24)]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        assert len(done) < 20
+        os.kill(min(pids), signal.SIGKILL)
+        return await asyncio.gather(*tasks), pids
+
+    try:
+        answers, _ = asyncio.run(load())
+    finally:
+        ray.shutdown()
+    family = relaylm.Family.load("wiki-char")
+    right = 0
+    for seed, answer in enumerate(answers):
+        if answer == 503:
+            continue
+        assert (
+            answer == relaylm.sample(family, "sandwich:50%", 2, length=24, steps=12, seed=seed, batch_size=2).texts
+        ), f"seed {seed}"
+        right += 1
+    print(f"{right} of {len(answers)} answered, {len(answers) - right} refused with 503")
+    assert right >= len(answers) // 2
