@@ -16,7 +16,6 @@ from relaylm.errors import UserError, meant, reason
 from relaylm.files import backup, expand
 from relaylm.models.denoiser import Architecture
 from relaylm.models.folder import MANIFEST, files_of, read_manifest
-from relaylm.models.hub import HUB_FILES, HUB_ID, download
 
 BUNDLED = Path(__file__).parent / "families"
 
@@ -47,6 +46,8 @@ def locate(source: str | Path, revision: str | None = None) -> Path:
         return folder
     if os.path.exists(folder):
         raise UserError(f"{text!r} is a file, but a family is a folder")
+    from relaylm.models.hub import HUB_FILES, HUB_ID, download
+
     if isinstance(source, str) and HUB_ID.fullmatch(text):
         return download(text, revision, HUB_FILES)
     known = f"the bundled families are {', '.join(bundled())}" if bundled() else "no families are bundled"
