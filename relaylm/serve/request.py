@@ -296,7 +296,7 @@ def describe(name: str, family: Family, created: int) -> dict[str, Any]:
 
 def describe_schedule(family: Family, ask: Ask) -> dict[str, Any]:
     """A schedule as parsed: who runs when, and what a row costs on average over plans."""
-    request = settled(family, ask, None)
+    request = settled(family, ask, ask.prompts[0])
     policy, length = request.policy, request.given.shape[-1]
     assert isinstance(policy, Schedule)
     counted = request.rule is None or not request.rule.adaptive

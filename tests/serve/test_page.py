@@ -200,6 +200,12 @@ def test_the_strip_is_edited_by_keyboard_and_pointer(view: Any, address: str, fa
         view.locator("#schedule").fill(text)
         view.locator("#schedule").press("Enter")
         expect(view.locator("#plan.bad")).to_have_text(message)
+    # So does a prompt that the tokenizer cannot read, before anything runs; and the alert after a try.
+    opened(view, address, prompt="Ünreadable")
+    expect(view.locator("#plan.bad")).to_contain_text("the prompt cannot be read")
+    view.locator("#run").click()
+    expect(view.locator("#problem")).to_contain_text("the prompt cannot be read")
+    assert view.locator("#result").is_hidden() and view.locator("#run").is_visible()
 
 
 def test_a_link_restores_and_the_code_says_the_same(

@@ -1,16 +1,13 @@
 // One request as a command, as Python and as curl; each is right when pasted.
 
 const shell = text => /^[\w.:/@%+=,-]+$/.test(text) ? text : "'" + String(text).replaceAll("'", "'\\''") + "'";
-const FLAGS = {
-  model: "--family", schedule: "--schedule", steps: "--steps", spacing: "--spacing", prompt: "--prompt", suffix: "--suffix",
-  infill: "--infill", length: "--length", seed: "--seed", rule: "--rule", temperature: "--temperature", top_p: "--top-p",
-};
+const flag = name => "--" + ({ model: "family" }[name] ?? name).replace("_", "-");
 
 // A flag's value that begins with a dash must be joined to it.
 function cli(body) {
   const words = Object.entries(body).map(([name, value]) => {
     const text = String(value);
-    return FLAGS[name] + (text.startsWith("-") ? "=" : " ") + shell(text);
+    return flag(name) + (text.startsWith("-") ? "=" : " ") + shell(text);
   });
   return ["relaylm sample", ...words].join(" \\\n  ");
 }
@@ -19,8 +16,9 @@ function cli(body) {
 function python({ model, schedule, ...options }) {
   const value = (name, given) => name === "steps" && given === "inf" ? 'float("inf")' : JSON.stringify(given);
   const words = Object.entries(options).map(([name, given]) => "    " + name + "=" + value(name, given) + ",\n");
-  return "import relaylm\n\nfamily = relaylm.Family.load(" + JSON.stringify(model) + ")\nsamples = relaylm.sample(\n    family,\n    "
-    + JSON.stringify(schedule) + ",\n" + words.join("") + ")\nprint(samples.texts[0], samples.cost.calls)\n";
+  return "import relaylm\n\nfamily = relaylm.Family.load(" + JSON.stringify(model) + ")\n"
+    + "samples = relaylm.sample(\n    family,\n    " + JSON.stringify(schedule) + ",\n" + words.join("") + ")\n"
+    + "print(samples.texts[0], samples.cost.calls)\n";
 }
 
 function curl(body, { key }) {

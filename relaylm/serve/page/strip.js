@@ -9,7 +9,8 @@ export const shareText = share => (share % PERCENT ? (share / PERCENT).toFixed(1
 function inTenths(shares) {
   const tenths = shares.map(share => Math.max(1, Math.floor(share * WHOLE + 1e-9)));
   const order = shares.map((share, k) => [share * WHOLE - tenths[k], k]).sort((a, b) => b[0] - a[0]);
-  for (let k = 0, left = WHOLE - tenths.reduce((a, b) => a + b, 0); left > 0; left--, k++) tenths[order[k % order.length][1]] += 1;
+  const left = WHOLE - tenths.reduce((a, b) => a + b, 0);
+  for (let k = 0; k < left; k++) tenths[order[k % order.length][1]] += 1;
   return tenths;
 }
 
@@ -136,7 +137,8 @@ export class Strip {
     const { model, share } = this.segments[k];
     if (share < 2 * LEAST) return;
     const first = Math.max(LEAST, Math.min(PERCENT * Math.round(share * where / PERCENT), share - LEAST));
-    const next = this.segments[k + 1]?.model, others = this.models.map(({ name }) => name).filter(name => name !== model);
+    const next = this.segments[k + 1]?.model;
+    const others = this.models.map(({ name }) => name).filter(name => name !== model);
     const other = others.find(name => name !== next) ?? others[0] ?? model;
     this.segments.splice(k, 1, { model, share: first }, { model: other, share: share - first });
     this.selected = k + 1;
@@ -194,7 +196,8 @@ export class Strip {
   }
 
   drawTools() {
-    const focused = this.tools.contains(document.activeElement) ? [...this.tools.querySelectorAll("button, input")].indexOf(document.activeElement) : -1;
+    const controls = () => [...this.tools.querySelectorAll("button, input")];
+    const focused = controls().indexOf(document.activeElement);
     this.tools.replaceChildren();
     if (this.fixed) return void make("span", this.tools, "soft", this.fixed);
     const k = this.selected, { model, share } = this.segments[k];
@@ -211,13 +214,16 @@ export class Strip {
     }
     const label = make("label", this.tools, "field", "Share, %");
     const input = make("input", label);
-    Object.assign(input, { type: "number", min: 1, max: 100, step: 1, value: share / PERCENT, disabled: this.segments.length < 2 });
+    const only = this.segments.length < 2;
+    Object.assign(input, { type: "number", min: 1, max: 100, step: 1, value: share / PERCENT, disabled: only });
     input.addEventListener("change", () => this.resize(k, Math.round(PERCENT * Number(input.value))));
-    for (const [text, act, off] of [["Split", () => this.split(k), share < 2 * LEAST], ["Remove", () => this.remove(k), this.segments.length < 2]]) {
+    const act = (text, what, disabled) => {
       const button = make("button", this.tools, "", text);
-      Object.assign(button, { type: "button", disabled: off });
-      button.addEventListener("click", act);
-    }
-    if (focused >= 0) this.tools.querySelectorAll("button, input")[focused]?.focus();
+      Object.assign(button, { type: "button", disabled });
+      button.addEventListener("click", what);
+    };
+    act("Split", () => this.split(k), share < 2 * LEAST);
+    act("Remove", () => this.remove(k), only);
+    controls()[focused]?.focus();
   }
 }

@@ -37,8 +37,9 @@ function show(at) {
   const end = at >= transport.total;
   lanes.forEach(lane => lane.show(end ? Infinity : at));
   const [first] = lanes, calls = first.sample.calls, call = first.at ? calls[first.at - 1] : null;
-  $("state").textContent = "call " + at + " of " + transport.total + (call ? ", t = " + call.t.toFixed(3)
-    + (call.step === null ? "" : ", step " + call.step) + (lanes.length > 1 ? "" : ", " + data.models[call.model].name) : "");
+  const state = ["call " + at + " of " + transport.total];
+  if (call) state.push("t = " + call.t.toFixed(3), ...(call.step === null ? [] : ["step " + call.step]));
+  if (call && lanes.length < 2) state.push(data.models[call.model].name);
   const made = lanes.map(lane => lane.made());
   counts.forEach((count, m) => {
     count.textContent = data.models[m].name + ": " + made.map(row => row[m]).join(" and ") + " calls";
@@ -46,8 +47,9 @@ function show(at) {
   meter(calls, call, made);
   if (lanes.length > 1) {
     const { differ, both } = compare(...lanes);
-    $("state").textContent += ", " + differ + " of " + both + " tokens differ";
+    state.push(differ + " of " + both + " tokens differ");
   }
+  $("state").textContent = state.join(", ");
   const link = "#" + (which + 1) + "/" + at;
   if (!transport.playing && location.hash !== link) history.replaceState(null, "", link);
 }
@@ -65,8 +67,9 @@ function meter(calls, call, made) {
   let before = 0;
   for (const one of calls.slice(0, lanes[0].at)) { each[one.model] += one.flops[0] - before; before = one.flops[0]; }
   const colour = data.models.find(model => model.name === data.heavy)?.colour;
+  const parts = each.map((cost, m) => [cost / end[1], data.models[m].colour]);
   bars($("meter"), [
-    { label: "this schedule", parts: each.map((cost, m) => [cost / end[1], data.models[m].colour]), note: amount(spent, "FLOP") },
+    { label: "this schedule", parts, note: amount(spent, "FLOP") },
     { label: data.heavy + " alone", parts: [[heavy / end[1], colour]], note: amount(heavy, "FLOP") },
     { label: "saved so far", parts: [[heavy ? 1 - spent / heavy : 0, null]],
       note: heavy ? (100 * (1 - spent / heavy)).toFixed(1) + "%" : "" },

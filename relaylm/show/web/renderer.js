@@ -2,8 +2,8 @@
 // One module for the page of `relaylm serve`, the stand-alone player and reports. Texts are set as textContent only.
 //
 // A sample is {pieces, writer, call, calls, logprob, token}: for each position the text of its token (null: not known
-// yet), the number of the model that wrote it (-1: given), the call that did (0: given, null: not written yet), and where
-// they are known its log-probability and id; and for each call {t, step, model, flops}. A model is {name, colour}.
+// yet), the number of the model that wrote it (-1: given), the call that did (0: given, null: not written yet), and
+// where they are known its log-probability and id; for each call {t, step, model, flops}. A model is {name, colour}.
 
 export function make(tag, parent, className = "", text = undefined) {
   const element = document.createElement(tag);
@@ -14,7 +14,8 @@ export function make(tag, parent, className = "", text = undefined) {
 }
 
 export function amount(number, unit = "") {
-  const [size, letter] = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]].find(([s]) => number >= s) ?? [1, ""];
+  const scales = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [0, ""]];
+  const [scale, letter] = scales.find(([least]) => number >= least), size = scale || 1;
   const value = number / size;
   return (size === 1 ? String(Math.round(value)) : value.toPrecision(3)) + (letter || unit ? " " : "") + letter + unit;
 }
@@ -87,7 +88,8 @@ export class Lane {
     this.at = Math.max(0, Math.min(place, calls.length));
     this.spans.forEach((span, j) => {
       const written = this.isWritten(j);
-      const kind = !written ? "mask" : call[j] === 0 ? "given" : call[j] === this.at && place < Infinity ? "written now" : "written";
+      const now = call[j] === this.at && place < Infinity;
+      const kind = !written ? "mask" : call[j] === 0 ? "given" : now ? "written now" : "written";
       const key = kind + call[j] + (pieces[j] ?? "");
       if (this.shown[j] === key) return;
       this.shown[j] = key;
@@ -148,7 +150,8 @@ export class Lane {
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || !this.spans.length) return;
     const last = this.spans.length - 1, here = Math.max(0, this.place);
-    const to = { ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: last }[event.key] ?? this.line_off(here, event.key);
+    const to = { ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: last }[event.key]
+      ?? this.above(here, event.key);
     if (to === undefined) return;
     event.preventDefault();
     event.stopPropagation();
@@ -156,11 +159,12 @@ export class Lane {
     this.spans[this.place].scrollIntoView({ block: "nearest" });
   }
 
-  // The token above or below.
-  line_off(here, key) {
+  // The token in the line above or below.
+  above(here, key) {
     const way = { ArrowUp: -1, ArrowDown: 1 }[key];
     if (way === undefined) return undefined;
-    const box = span => span.getClientRects()[0] ?? span.getBoundingClientRect(), from = box(this.spans[here]);
+    const box = span => span.getClientRects()[0] ?? span.getBoundingClientRect();
+    const from = box(this.spans[here]);
     let best = here, least = Infinity;
     for (let j = here + way; j >= 0 && j < this.spans.length; j += way) {
       const to = box(this.spans[j]), lines = Math.round(Math.abs(to.top - from.top) / from.height);
@@ -172,7 +176,7 @@ export class Lane {
   }
 }
 
-// Marks the positions at which two lanes have written different tokens; returns how many, and how many both have written.
+// Marks the positions at which two lanes have written different tokens; counts them, and those that both have written.
 export function compare(one, other) {
   let differ = 0, both = 0;
   one.spans.forEach((span, j) => {
@@ -219,7 +223,11 @@ export class Transport {
     for (const speed of SPEEDS) make("option", this.speed, "", "×" + speed).value = speed;
     this.speed.value = 1;
     this.button.addEventListener("click", () => this.play(!this.playing));
-    this.slider.addEventListener("input", () => { const at = Number(this.slider.value); this.play(false); this.go(at); });
+    this.slider.addEventListener("input", () => {
+      const at = Number(this.slider.value);
+      this.play(false);
+      this.go(at);
+    });
   }
 
   open(total, at) {
