@@ -4,11 +4,12 @@ All noise is fixed by the plan, so a row is a deterministic function of its own 
 The next W events can also be found together. Each has a state of its own, the row with what the events before it write;
 those tokens are guessed, the W states go through the network as one batch, and every event draws. The first draw is
 right, since its state was known. A draw is right if all guesses in its state were; so the longest run of events whose
-guesses were drawn again is kept, with the draw after it. The other draws are the next guesses (Jacobi's iteration). An
-event that enters the window has no guess and stands as a mask in the states behind it.
+guesses were drawn again is kept, with the draw after it. Each call also draws for the W events that follow its own; the
+last call whose state was right gives the next guesses.
 
-The tokens are those of the sequential run, bit for bit at the same call shapes: batches of as many rows (n W, unless
-a batch size is given). Rounds are fewer, calls are more; all calls are counted in the cost.
+The tokens are those of the sequential run. As with another batch size, calls of another shape may round differently:
+these have n W rows (unless a batch size is given) and places for W + 1 events. Rounds are fewer, calls are more, and
+each asks for more positions; all of that is counted in the cost.
 
 Shapes: n rows, W events of a window, L positions, E events, F positions written, M states of a round.
 """
@@ -64,7 +65,7 @@ def denoise_ahead(
     samples = finish(began)
     made_C = np.concatenate([*ahead.made, np.zeros(0, dtype=np.int64)])
     heavy = asked.heavy or run.names[-1]
-    count_C, model_C = run.events.count_E[made_C], run.queue.model_E[made_C]
+    count_C, model_C = ahead.asked.count_E[made_C], run.queue.model_E[made_C]
     cost = cost_of_calls(models, model_C, count_C, plan.length, heavy, run.policy, plan)
     cost.network_calls, cost.padded_calls, cost.batch_size = ahead.network_calls, ahead.padded_calls, ahead.queue.batch
     return replace(samples, cost=replace(cost, seconds=time.perf_counter() - began))
@@ -84,9 +85,16 @@ class _Ahead:
         states = plan.n * window
         each = [np.repeat(x, window, axis=0) for x in (plan.rows_n, plan.given_nL, plan.u_nL)]
         self.engine = Engine(run.engine.models, Plan(plan.seed, *each), options.mask_id, options.law, options.device)
-        none = replace(self.events, row_ptr_n1=np.zeros(states + 1, dtype=np.int64))
+        # Positions are in the order of events: a call asks for those of its own event and of the next W of its row.
+        last_E = np.repeat(self.end_n, self.events.per_row_n) - 1
+        until_E = np.minimum(np.arange(len(last_E)) + window, last_E)
+        count_E = (self.events.start_E + self.events.count_E)[until_E] - self.events.start_E
+        pointers = np.zeros(states + 1, dtype=np.int64)
+        self.asked = replace(
+            self.events, row_ptr_n1=pointers, count_E=count_E, expected_E=count_E.astype(np.float64), most_E=count_E
+        )
         batch = options.batch_size or states
-        self.queue = Queue(none, run.queue.model_E, plan.length, batch, in_flight=states)
+        self.queue = Queue(self.asked, run.queue.model_E, plan.length, batch, in_flight=states)
 
     def round(self) -> bool:
         """Run a window of every row that is not done; False if there is none."""
@@ -95,7 +103,7 @@ class _Ahead:
             return False
         ahead_R = np.minimum(self.window, self.end_n[rows_R] - self.next_n[rows_R])
         states = self._states(rows_R, ahead_R)
-        draw_F = self.guess_F.copy()
+        drawn: dict[int, np.ndarray] = {}  # by event: its own tokens and those of the next
         self.queue.next_n, self.queue.end_n = np.zeros((2, len(self.queue.next_n)), dtype=np.int64)
         self.queue.next_n[states] = np.concatenate(
             [np.arange(self.next_n[r], self.next_n[r] + w) for r, w in zip(rows_R, ahead_R, strict=True)]
@@ -104,16 +112,14 @@ class _Ahead:
         self.queue.line_up()
         while (made := next_call(self.queue, self.engine.run, self.engine.release)) is not None:
             call, (token_N, _, _) = made
-            start_R = self.events.start_E[call.events_R]
-            first_R = np.cumsum(call.counts_R) - call.counts_R
-            at_F = np.arange(call.counts_R.sum()) + np.repeat(start_R - first_R, call.counts_R)
-            draw_F[at_F] = token_N[: len(at_F)].cpu().numpy()
+            parts = np.split(token_N.cpu().numpy(), np.cumsum(call.counts_R))
+            drawn |= dict(zip(call.events_R.tolist(), parts, strict=False))
             self.made.append(call.events_R)
             self.network_calls += 1
             self.padded_calls += call.shape.rows - len(call.rows_R)
             self.queue.advance(call)
         for row, w in zip(rows_R.tolist(), ahead_R.tolist(), strict=True):
-            self._keep(row, w, draw_F)
+            self._keep(row, w, drawn)
         if self.options.on_calls is not None:
             self.options.on_calls(int((self.next_n - self.events.row_ptr_n1[:-1]).sum()), len(self.events.step_E))
         return True
@@ -138,18 +144,18 @@ class _Ahead:
         self.engine.state_nL[torch.from_numpy(states).to(device)] = torch.from_numpy(np.stack(tokens)).to(device)
         return states
 
-    def _keep(self, row: int, w: int, draw_F: np.ndarray) -> None:
-        """Write the draws that are right and pass their events; the others are guesses."""
-        right = True
-        for event in range(int(self.next_n[row]), int(self.next_n[row]) + w):
+    def _keep(self, row: int, w: int, drawn: Mapping[int, np.ndarray]) -> None:
+        """Write the draws that are right, and guess from the last call whose state was."""
+        first = int(self.next_n[row])
+        for event in range(first, first + w):
             part = self._part(event)
-            positions, drawn = self.events.positions_F[part], draw_F[part]
-            if right:
-                self.token_nL[row, positions] = drawn
-                self.next_n[row] += 1
-                if self.options.callback is not None:
-                    step, t = int(self.events.step_E[event]), float(self.events.t_E[event])
-                    model = self.run.names[self.run.queue.model_E[event]]
-                    self.options.callback(Event(row, step, t, model, positions.tolist(), drawn.tolist()))
-                right = bool((self.guess_F[part] == drawn).all())
-            self.guess_F[part] = drawn
+            positions, tokens = self.events.positions_F[part], drawn[event][: part.stop - part.start]
+            self.token_nL[row, positions] = tokens
+            self.next_n[row] += 1
+            if self.options.callback is not None:
+                step, t = int(self.events.step_E[event]), float(self.events.t_E[event])
+                model = self.run.names[self.run.queue.model_E[event]]
+                self.options.callback(Event(row, step, t, model, positions.tolist(), tokens.tolist()))
+            if (self.guess_F[part] != tokens).any():
+                break
+        self.guess_F[part.start : part.start + len(drawn[event])] = drawn[event]
