@@ -232,10 +232,12 @@ def training(records: Path) -> str:
     """Held-out bits per symbol of three families."""
     rows = []
     for family, text in FAMILIES.items():
-        models = _load(records, f"train/{family}")["models"]
+        found = _load(records, f"train/{family}")
+        splits = found["corpus"].get("splits", found["corpus"])
+        models, size = found["models"], splits["train"]["tokens"]
         names = {"4 blocks": "4b", "8 blocks": "8b", "12 blocks": "12b", "judge": "judge"}
         bits = {title: f"{models[name]['heldout']['bits']:.3f}" for title, name in names.items()}
-        symbols = f"{models['12b']['tokens'] / 1e6:.0f}M"
+        symbols = f"{size / 1e6:.1f}M, {models['12b']['tokens'] / size:.1f} times"
         rows.append({"preset": f"`{family}`", "text": text, "symbols": symbols, **bits})
     return _table(rows)
 

@@ -172,7 +172,7 @@ def render(result: Mapping[str, Any], width: int | None = None) -> str:
         "distinct-4": lambda row: _number(row["distinct_4"], ".3f"),
         "MAUVE": lambda row: _number(row.get("mauve"), ".3f"),
         "log-ppl diff": difference,
-        "gap paid": lambda row: _number(row["gap_paid"], ".1%"),
+        "gap paid": lambda row: "" if (row["gap_paid_ci"] or [None])[0] is None else f"{row['gap_paid']:.1%}",
         "blocks saved": lambda row: _number(row["blocks_saved"], ".1%"),
         "FLOPs saved": lambda row: _number(row["flops_saved"], ".1%"),
         "ms/row": lambda row: _number(row.get("milliseconds"), ".3g", n),
@@ -195,7 +195,7 @@ def render(result: Mapping[str, Any], width: int | None = None) -> str:
     notes = [f"note: {note}" for note in result.get("store_notes", [])]
     unscored = sum(row["unscored"] for row in rows)
     notes += [f"note: {unscored} samples have a single token and so no perplexity"] if unscored else []
-    return "\n".join([result["verdict"], "", lines, "", *wrapped([about, *notes], width)])
+    return "\n".join([*wrapped([result["verdict"]], width), "", lines, "", *wrapped([about, *notes], width)])
 
 
 def _plus_minus(value: float, ci: Sequence[float | None], form: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from relaylm.errors import UserError, printable, reason
 from relaylm.files import atomic_write, expand
-from relaylm.show.colours import BLACK, BLUE, COLOURS, MARKERS, RED
+from relaylm.show.colours import BLACK, BLUE, COLOURS, MARKERS, RED, colour_of
 
 KINDS = {
     "asked": (BLUE, "o", "asked for"),
@@ -31,13 +31,15 @@ def plot_importance(result: Mapping[str, Any], path: str | Path) -> Path:
     pairs: Sequence[Mapping[str, Any]] = result["pairs"]
     relative = all(pair["kl_relative"] is not None for pair in pairs)
     rows = [("", ""), ("_relative", " above that of two seeds")] if relative else [("", "")]
+    names = list(dict.fromkeys([*(pair["light"] for pair in pairs), *(pair["heavy"] for pair in pairs)]))
     figure = new_figure(9.0, 3.6 * len(rows))
     panels = figure.subplots(len(rows), 2, squeeze=False)
     for row, (end, what) in zip(panels, rows, strict=True):
         for axes, (name, label) in zip(row, (("abs_loss_diff", "|loss difference|"), ("kl", "KL(heavy || light)"))):
             for j, pair in enumerate(pairs):
                 title = f"{pair['light']} : {pair['heavy']}"
-                _curve(axes, pair, name + end, COLOURS[j % len(COLOURS)], MARKERS[j % len(MARKERS)], title)
+                colour = colour_of(names.index(pair["light"]))  # the light model's own, where a light one comes once
+                _curve(axes, pair, name + end, colour, MARKERS[j % len(MARKERS)], title)
             if relative and not end:
                 twin = f"two seeds of {pairs[0]['heavy']}"
                 _curve(axes, pairs[0], f"{name}_base", "0.35", "x", twin, linestyle="--")
@@ -80,31 +82,34 @@ def _curve(axes: Any, pair: Mapping[str, Any], name: str, colour: str, marker: s
 
 
 def plot_compare(result: Mapping[str, Any], path: str | Path) -> Path:
-    """Perplexity of every schedule with its interval and, beside it, the FLOPs saved; labels give the entropy."""
-    rows: Sequence[Mapping[str, Any]] = sorted(result["rows"], key=lambda row: -row["gen_ppl"])
-    figure = new_figure(9.0, 1.4 + 0.34 * len(rows))
+    """The paired difference of every schedule to the first, with its interval, and beside it the FLOPs saved. A hollow
+    mark is a difference that may be chance; labels give perplexity and entropy."""
+    paired = {item["schedule"]: item for item in result["paired"]}
+    first = {"difference": 0.0, "ci": [0.0, 0.0], "p_holm": 1.0}
+    rows = sorted(result["rows"], key=lambda row: -paired.get(row["schedule"], first)["difference"])
+    figure = new_figure(9.5, 1.4 + 0.34 * len(rows))
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
-    place = np.arange(len(rows))
-    for kind, (colour, marker, label) in KINDS.items():
-        chosen = [k for k, row in enumerate(rows) if row["kind"] == kind]
-        if not chosen:
-            continue
-        x = np.array([rows[k]["gen_ppl"] for k in chosen])
-        ci = np.array([rows[k]["gen_ppl_ci"] for k in chosen], dtype=float)
-        spread = np.abs(ci.T - x)
-        left.errorbar(x, place[chosen], xerr=spread, fmt=marker, color=colour, capsize=3, label=label)
-        saved = [100 * (rows[k]["flops_saved"] or 0) for k in chosen]
-        right.barh(place[chosen], saved, color=colour, height=0.55)
-    names = [f"{row['schedule']}   (entropy {row['entropy']:.2f})" for row in rows]
-    left.set_yticks(place, names, fontsize=8)
-    left.set_xlabel(f"generative perplexity, judge {result['judge']} (lower is better; 95% intervals)")
-    right.set_xlabel("FLOPs saved, %")
+    seen = set()
+    for k, row in enumerate(rows):
+        colour, marker, label = KINDS[row["kind"]]
+        item = paired.get(row["schedule"], first)
+        ends = [item["difference"] if end is None else end for end in item["ci"]]
+        reach = np.abs(np.array([ends]).T - item["difference"])
+        look = {"fmt": marker, "color": colour, "capsize": 3, "label": None if label in seen else label}
+        left.errorbar([item["difference"]], [k], xerr=reach, mfc=colour if item["p_holm"] < 0.05 else "white", **look)
+        right.barh(k, 100 * (row["flops_saved"] or 0), color=colour, height=0.55)
+        seen.add(label)
+    left.axvline(0, color="0.5", linewidth=0.8)
+    names = [f"{row['schedule']}   (perplexity {row['gen_ppl']:.2f}, entropy {row['entropy']:.2f})" for row in rows]
+    left.set_yticks(np.arange(len(rows)), names, fontsize=8)
+    reference = result["rows"][0]["schedule"]
+    left.set_xlabel(f"log-perplexity less that of {reference}, paired\n(lower is better; 95%; hollow: may be chance)")
+    right.set_xlabel(f"FLOPs saved, %, against\n{result['heavy']} in {result['length']} steps")
     for axes in (left, right):
         axes.grid(axis="x", alpha=0.25)
     left.legend(frameon=False, fontsize=8, loc="best")
-    figure.suptitle(
-        f"{result['family']['name'] or 'family'}: {result['n']} samples each, T = {result['steps']}", fontsize=10
-    )
+    about = f"{result['n']} samples each, T = {result['steps']}, judge {result['judge']}"
+    figure.suptitle(f"{result['family']['name'] or 'family'}: {about}", fontsize=10)
     return save_figure(figure, path)
 
 

@@ -108,13 +108,14 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def stand_in(text: str, family: Path) -> str:
-    for name in STAND_INS:
+def stand_in(text: str, family: Path | None) -> str:
+    """The text with a small family in place of those it names; without one as it is pasted."""
+    for name in STAND_INS if family is not None else ():
         text = text.replace(name, str(family))
     return text
 
 
-def run_python(text: str, name: str, family: Path) -> int:
+def run_python(text: str, name: str, family: Path | None) -> int:
     """Run the Python blocks of a document in one session; returns how many."""
     session: dict[str, Any] = {"__name__": "documentation"}
     count = 0
@@ -126,7 +127,7 @@ def run_python(text: str, name: str, family: Path) -> int:
     return count
 
 
-def run_commands(text: str, family: Path, folder: Path) -> int:
+def run_commands(text: str, family: Path | None, folder: Path) -> int:
     """Run the cheap commands of a document; returns how many."""
     count = 0
     for block in blocks(text):
@@ -141,7 +142,7 @@ def run_commands(text: str, family: Path, folder: Path) -> int:
                     cli.main(words)
                 assert stopped.value.code == 0
             elif words[0] in CHEAP:
-                bare = not {"--family", "--config"} & set(words)
+                bare = family is not None and not {"--family", "--config"} & set(words)
                 if bare and "--family" in options(subparsers()[words[0]]):
                     words += ["--family", str(family)]
                 assert cli.main(words) == 0, f"relaylm {shlex.join(words)}"
@@ -170,6 +171,17 @@ def test_python_blocks_run(path: Path, family: Path, folder: Path) -> None:
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.name)
 def test_cheap_commands_run(path: Path, family: Path, folder: Path) -> None:
     assert run_commands(path.read_text(encoding="utf-8"), family, folder) >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in RUN if path.name != "README.md"], ids=lambda path: path.name)
+def test_pages_run_as_pasted(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bundled families, but for commands that name a family which the reader has trained."""
+    monkeypatch.delenv("RELAYLM_FAMILY", raising=False)
+    text = path.read_text(encoding="utf-8")
+    text = "\n".join(line for line in text.splitlines() if "out/family" not in line)
+    assert run_python(text, str(path), None) > 0
+    assert run_commands(text, None, folder) >= 5
 
 
 def test_a_broken_document_is_noticed(family: Path, folder: Path) -> None:

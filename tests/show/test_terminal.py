@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
+import itertools
 import json
 import os
 import pty
 import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -21,6 +23,7 @@ import numpy as np
 import pytest
 from search_oracle import small_family
 
+from relaylm.cli.main import build_parser
 from relaylm.models.family import Family
 from relaylm.sampling.result import Samples
 from relaylm.sampling.sample import sample
@@ -67,6 +70,29 @@ def test_the_palette_can_be_read_on_white_and_models_on_black() -> None:
     assert all((luminance(colour) + 0.05) / 0.05 >= 2.4 for colour in MODELS)
     assert len({*MODELS, colour_of(GIVEN), colour_of(MASKED)}) == len(MODELS) + 2
     assert colour_of(len(MODELS)) == colour_of(0)
+
+
+# How linear RGB is seen without one kind of cone (Machado, Oliveira and Fernandes 2009, severity 1).
+CONES = {
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
+}
+XYZ = [[0.4339, 0.3762, 0.1899], [0.2126, 0.7152, 0.0722], [0.0177, 0.1095, 0.8728]]  # each relative to white
+
+
+def lab(colour: str, cones: Any) -> np.ndarray:
+    parts = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    x = np.array(XYZ) @ np.clip(np.array(cones) @ linear, 0, 1)
+    f = np.where(x > 0.008856, np.cbrt(x), 7.787 * x + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("kind", CONES)
+def test_four_models_can_be_told_apart_without_a_kind_of_cone(kind: str) -> None:
+    seen = [lab(colour, CONES[kind]) for colour in MODELS[:4]]
+    assert min(float(np.linalg.norm(a - b)) for a, b in itertools.combinations(seen, 2)) > 25
 
 
 def test_neighbours_by_one_model_are_one_run() -> None:
@@ -217,4 +243,6 @@ def test_the_demo_on_a_screen(tmp_path: Path) -> None:
     cells = [line.split("│") for line in shown[start:] if "│" in line]
     for k, samples in enumerate(found["samples"].values()):
         assert "".join(cell[k].strip() + " " for cell in cells).split() == samples["texts"][0].split()
-    assert not any("_" in line for line in shown) and any("Try next" in line for line in shown)
+    assert not any("_" in line for line in shown)
+    further = [shlex.split(line)[1:] for line in shown if line.startswith("  relaylm ")]
+    assert len(further) == 3 and all(build_parser().parse_args(words).family == "wiki-char" for words in further)
