@@ -193,6 +193,8 @@ def attend(
     if memory is not None:
         k, v = memory.join(k, v)
         sees = memory.sees(positions_BK)
+    if not q.shape[2]:  # keys and values alone were asked for
+        return h_BLD[:, :0]
     attended = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, is_causal=causal)
     return attended.transpose(1, 2).flatten(2)
 

@@ -214,7 +214,7 @@ def settle(
     elif block_length is not None:
         raise UserError("a block length goes with the name of a decoding rule")
     if family.block_length and rule is not None and rule.block is not None:
-        raise UserError(f"this family writes blocks of {family.block_length} positions: leave out the rule's own")
+        raise UserError(f"this family writes blocks of {family.block_length}: {rule.name} has blocks of its own")
     if given is None:
         given = lay_out(family, prompt, suffix, infill, length, max_new_tokens)
     elif any(option is not None for option in (prompt, suffix, infill, length, max_new_tokens)):

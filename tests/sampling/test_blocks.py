@@ -222,7 +222,7 @@ def test_what_does_not_go_with_blocks_is_refused() -> None:
     ):
         with pytest.raises(UserError, match="block of 4 positions"):
             call()
-    with pytest.raises(UserError, match="leave out the rule"):
+    with pytest.raises(UserError, match="blocks of its own"):
         relaylm.sample(family(), rule="low-confidence:4", steps=4)
     with pytest.raises(UserError, match="whole blocks of 4, not 10"):
         Family({"a": A}, 6, 7, 10)
