@@ -237,7 +237,7 @@ def test_nothing_of_a_denoising_is_left_on_the_screen(width: int, piped: str) ->
 
 
 def test_the_demo_on_a_screen(tmp_path: Path) -> None:
-    shown = on_screen(80, "demo", "--family", "wiki-char", "--json", str(tmp_path / "demo.json"))
+    shown = on_screen(100, "demo", "--family", "wiki-char", "--json", str(tmp_path / "demo.json"))
     found = json.loads((tmp_path / "demo.json").read_text())
     start = next(k for k, line in enumerate(shown) if "┼" in line) + 1
     cells = [line.split("│") for line in shown[start:] if "│" in line]
