@@ -7,7 +7,7 @@ from openai import OpenAI
 server = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 client = OpenAI(base_url=f"{server}/v1", api_key="none")
 model = client.models.list().data[0].id
-ask = {"model": model, "prompt": "the history of ", "max_tokens": 32, "seed": 1}
+ask = {"model": model, "prompt": "the history of the", "max_tokens": 32, "seed": 1}
 
 answer = client.completions.create(**ask, extra_body={"schedule": "sandwich:50%", "steps": 16})
 print(answer.choices[0].text)

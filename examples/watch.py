@@ -6,7 +6,7 @@ import sys
 import httpx
 
 server = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
-ask = {"prompt": "the history of ", "length": 64, "schedule": "sandwich:50%", "steps": 32, "seed": 2}
+ask = {"prompt": "the history of the", "length": 64, "schedule": "sandwich:50%", "steps": 32, "seed": 2}
 with httpx.stream("POST", f"{server}/v1/denoise", json=ask, timeout=600) as answer:
     name, row = "", []
     for line in answer.iter_lines():

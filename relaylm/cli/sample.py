@@ -1,4 +1,4 @@
-"""Write text. Example: relaylm sample --prompt "the history of " --schedule "L32 H192 L32" -n 2"""
+"""Write text. Example: relaylm sample --prompt "the history of the" --schedule "L32 H192 L32" -n 2"""
 
 import argparse
 import contextlib
@@ -113,9 +113,17 @@ def run(args: argparse.Namespace) -> tools.Result:
         shown = replace(samples, schedule=typed)
         tools.write_last(args, args.html, lambda: page(family, shown, along, heavy))
     tools.note(cost_line(samples, typed, heavy, min(samples.tokens.shape[1], family.length)))
+    if args.prompt and args.prompt.endswith(" ") and splits_words(family.tokenizer, args.prompt):
+        tools.note("the prompt ends with a space, but words of this tokenizer begin with one: better without it")
     if samples.changes_law:
         tools.note(f"{', '.join(samples.changes_law)}: these samples do not follow the models' own law")
     return tools.with_provenance(samples.to_json(), family, args)
+
+
+def splits_words(tokenizer: Any, prompt: str) -> bool:
+    """Whether a word after the prompt would have changed the prompt's own tokens: models never saw it split there."""
+    ids = tokenizer.encode(prompt)
+    return bool(tokenizer.encode(f"{prompt}the")[: len(ids)] != ids)
 
 
 def check(args: argparse.Namespace) -> None:

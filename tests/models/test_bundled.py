@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from relaylm.cli.sample import splits_words
 from relaylm.cli.tools import default_family
 from relaylm.core.schedule import Spacing
 from relaylm.measure.likelihood import bound, causal_bound, held_out, spread_rows
 from relaylm.measure.pairs import PairTable, default_spacing
 from relaylm.models.family import Family
 from relaylm.models.load import BUNDLED, bundled
+from relaylm.models.tokenizer import Text8Tokenizer
 from relaylm.sampling.sample import sample
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +63,8 @@ def test_wiki_bpe_is_the_default_and_writes_with_its_own_spacing(monkeypatch: py
     table = PairTable.from_json(json.loads((BUNDLED / "wiki-bpe" / "pairs.json").read_text()))
     spacing = Spacing.parse(family.meta["spacing"])
     assert spacing.distance <= default_spacing(table, family.length).distance
+    assert splits_words(family.tokenizer, "The history of ") and not splits_words(family.tokenizer, "The history of")
+    assert not splits_words(Text8Tokenizer(), "the history of ")
     samples = sample(family, "light", prompt="The history of", length=24)
     assert samples.law == str(spacing) and samples.texts[0].startswith("The history of")
 
