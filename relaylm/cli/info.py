@@ -31,6 +31,8 @@ def render(about: tools.Result) -> str:
     for name, model in about["models"].items():
         role = {roles.get("light"): " (L)", roles.get("heavy"): " (H)"}.get(name, "")
         facts = [f"{model[key]} {label}" for key, label in (("depth", "blocks"), ("width", "wide")) if model.get(key)]
+        if model.get("block_length"):
+            facts.append(f"blocks of {model['block_length']} positions")
         if model.get("parameters"):
             facts.append(f"{model['parameters']:,} parameters")
         if model.get("flops_per_call"):

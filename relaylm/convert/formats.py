@@ -70,7 +70,7 @@ LOADED = (
         "learned from 15 to 40% masks",
     ),
 )  # fmt: skip
-EXPERTS = "a mixture of experts with a routing of its own, which neither transformers nor relaylm has"
+EXPERTS = "a mixture of experts, of which relaylm has no reader"
 REFUSED = (
     Refused(
         "inclusionAI/LLaDA2.0-mini, -flash, LLaDA2.1-mini, -flash, LLaDA-MoE-7B-A1B; JetLM/SDAR-30B-A3B", EXPERTS,

@@ -85,6 +85,7 @@ class Found:
         return {
             "format": self.format,
             **{key: getattr(self.shape, key) for key in numbers},
+            "block_length": getattr(self.shape, "block_length", 0),
             "parameters": self.parameters,
             "bytes": self.bytes,
             "dtype": ", ".join(types),

@@ -120,6 +120,7 @@ def _describe_entry(folder: Path, entry: Mapping[str, Any], length: int) -> dict
         "heads": a.heads,
         "parameters": entry["parameters"],
         "time_conditioning": a.time_conditioning,
+        "block_length": a.block_length,
         "flops_per_call": cost.call_flops(*numbers, 1, a.mlp_ratio),
         "flops_full": cost.call_flops(*numbers, None, a.mlp_ratio),
         "dtype": entry["dtype"],

@@ -300,7 +300,7 @@ def test_qwen_and_its_blocks(
     expected = torch.from_numpy(shifted(raw) if early else raw).float()
     torch.testing.assert_close(same_at_positions(model), expected, rtol=1e-4, atol=1e-4)
     about = convert.describe(folder)["models"]["model"]
-    assert about["parameters"] == sum(value.numel() for value in state.values())
+    assert about["parameters"] == sum(value.numel() for value in state.values()) and about["block_length"] == block
     if block:  # the same with finished blocks as keys and values
         past, width = None, TOKENS.shape[1]
         for start in range(0, width - block + 1, block):
