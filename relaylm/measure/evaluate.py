@@ -32,6 +32,7 @@ from relaylm.measure import metrics
 from relaylm.measure.drawn import Drawn, pack, row_costs, steps_json, total_costs, unpack
 from relaylm.measure.judge import Judge, Scores, score, weights_digest
 from relaylm.measure.store import Store, content_key
+from relaylm.models.compat import check_whole
 from relaylm.progress import progress_bar
 from relaylm.sampling.result import Samples
 from relaylm.sampling.rules import Rule
@@ -208,6 +209,7 @@ class Evaluator:
     any_device: bool = False
 
     def __post_init__(self) -> None:
+        check_whole(self.family.models)  # costs by row are those of whole rows
         if self.store is not None:
             check_storable(self.judge)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 import relaylm
 from relaylm import Family, UserError
 from relaylm.core.schedule import Schedule
+from relaylm.measure.evaluate import Evaluator
 from relaylm.measure.likelihood import bound, masked_sums
 from relaylm.measure.plan_likelihood import plan_bound
 from relaylm.models.denoiser import Architecture, Transformer
@@ -218,6 +219,7 @@ def test_what_does_not_go_with_blocks_is_refused() -> None:
     for call in (
         lambda: relaylm.denoise({"a": A}, Schedule.parse("a:4"), relaylm.make_plan(1, 12), mask_id=6),
         lambda: bound(A, rows),
+        lambda: Evaluator(family(), None, np.full((1, 12), -1), "b"),  # type: ignore[arg-type]
         lambda: masked_sums({"a": A}, [], rows, rows == 0, np.ones(2), 6),
     ):
         with pytest.raises(UserError, match="block of 4 positions"):
