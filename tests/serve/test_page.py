@@ -83,6 +83,7 @@ def view(chrome: Any, address: str) -> Iterator[Any]:
 def opened(view: Any, address: str, **settings: str) -> None:
     view.goto(f"{address}/#{urlencode(SETTINGS | settings)}")
     view.locator(".segment").first.wait_for()
+    sync_api.expect(view.locator("#plan")).not_to_be_empty()
 
 
 def run(view: Any) -> None:
