@@ -9,6 +9,7 @@ import io
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
+from html import escape
 
 WIDEST, FAIR, NARROWEST = 44, 24, 12  # characters of a text column: at most, before `spare` columns go, at least
 GAP = 2  # spaces between columns
@@ -76,6 +77,17 @@ def table(
     if left_out := [title for k, title in enumerate(head) if k not in kept]:
         lines += wrapped([f"left out at this width: {', '.join(left_out)} (--json has all)"], width)
     return "\n".join(lines)
+
+
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, text: Sequence[int] = (0,)) -> str:
+    """The same as HTML, for a notebook; texts are escaped."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        sides = ("left" if k in text else "right" for k in range(len(cells)))
+        return "".join(f'<{tag} style="text-align:{side}">{escape(cell)}</{tag}>' for cell, side in zip(cells, sides))
+
+    body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
+    return f"<table><thead><tr>{line(head, 'th')}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _breakable(title: str) -> str:

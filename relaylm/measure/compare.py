@@ -43,7 +43,7 @@ from relaylm.measure.rivals import Entry, base_steps, contenders, expected_flops
 from relaylm.measure.schedule_likelihood import measure_table, schedule_bound
 from relaylm.measure.store import Store
 from relaylm.measure.timing import energy_counter
-from relaylm.measure.verdict import comparisons, relate, verdict
+from relaylm.measure.verdict import Comparison, comparisons, relate, verdict
 from relaylm.measure.verdict import render as render
 from relaylm.sampling.result import reference_flops
 
@@ -77,7 +77,8 @@ def compare(
     cluster: Workers | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Sample n rows under each schedule, judge them, and compare. Returns plain JSON values; `render` shows them.
+    """Sample n rows under each schedule, judge them, and compare. Returns plain JSON values that show
+    themselves as a table.
 
     `prompts` are texts (row r gets prompt r mod their number) or an array of token ids with -1 where free; perplexity
     is then that of the continuation, with `*_everything` beside it. `judge` and `recipe` as in `judge`. `bound` adds
@@ -136,7 +137,7 @@ def compare(
     flops = reference_flops(family[heavy], make_plan(n, given_nL.shape[1], seed, given_nL))
     measured = _measured(family, reference, given_nL, batch) if timing else {}
     relate(rows, log_Sn, family, entries, light, heavy, {"flops": flops, **measured}, given_nL.shape[1])
-    result = {
+    result: dict[str, Any] = {
         "kind": "compare",
         "family": {"name": family.name, "digest": family.digest},
         "n": n,
@@ -156,7 +157,7 @@ def compare(
     if kept is not None and (kept.damage or kept.repaired):
         result["store_notes"] = [*kept.damage, *kept.repaired]
     result["verdict"] = verdict(result)
-    return result
+    return Comparison(result)
 
 
 def _row(evaluator: Evaluator, entry: Entry, drawn: Drawn, scores: Scores) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from relaylm.measure import metrics
 from relaylm.measure.rivals import Entry, base_steps, one_model
-from relaylm.tables import table, terminal_width, wrapped
+from relaylm.tables import html_table, table, terminal_width, wrapped
 
 if TYPE_CHECKING:
     from relaylm.models.family import Family
@@ -149,9 +150,30 @@ SPARE = (
 MARKS = {"asked": " ", "anchor": "·", "rival": "≈"}
 
 
+class Comparison(dict[str, Any]):
+    """What `compare` returns: plain JSON values that show themselves as a table in a console or a notebook."""
+
+    def __repr__(self) -> str:
+        """The verdict and the table."""
+        return render(self)
+
+    def _repr_html_(self) -> str:
+        cells = _columns(self)
+        rows = list(zip(*cells.values(), strict=True))
+        notes = "".join(f"<p><small>{escape(note)}</small></p>" for note in _notes(self))
+        return f"<p>{escape(self['verdict'])}</p>{html_table(list(cells), rows, text=(0, 1))}{notes}"
+
+
 def render(result: Mapping[str, Any], width: int | None = None) -> str:
     """The comparison as text: the verdict on the rivals first, then the table in `width` columns (the terminal's)."""
     width = width or terminal_width()
+    shown = _columns(result)
+    lines = table(list(shown), list(zip(*shown.values(), strict=True)), width, text=(0, 1), spare=SPARE)
+    return "\n".join([*wrapped([result["verdict"]], width), "", lines, "", *wrapped(_notes(result), width)])
+
+
+def _columns(result: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The cells of the table, by column; columns that are empty are left out."""
     rows, n = result["rows"], result["n"]
     paired = {item["schedule"]: item for item in result["paired"]}
 
@@ -184,8 +206,12 @@ def render(result: Mapping[str, Any], width: int | None = None) -> str:
         "bound": lambda row: "" if row["bound"] is None else f"{row['bound']['bits']:.4f}",
     }
     shown = {head: [cell(row) for row in rows] for head, cell in columns.items()}
-    shown = {head: cells for head, cells in shown.items() if any(cells)}
-    lines = table(list(shown), list(zip(*shown.values(), strict=True)), width, text=(0, 1), spare=SPARE)
+    return {head: cells for head, cells in shown.items() if any(cells)}
+
+
+def _notes(result: Mapping[str, Any]) -> list[str]:
+    """What the table does not say itself."""
+    rows, n = result["rows"], result["n"]
     about = (
         f"{n} samples a row, length {result['length']}, T = {result['steps']}, judge {result['judge']}"
         f"{' (MDLM recipe)' if result['recipe'] == 'mdlm' else ''}; 95% intervals; differences are paired, to "
@@ -195,7 +221,7 @@ def render(result: Mapping[str, Any], width: int | None = None) -> str:
     notes = [f"note: {note}" for note in result.get("store_notes", [])]
     unscored = sum(row["unscored"] for row in rows)
     notes += [f"note: {unscored} samples have a single token and so no perplexity"] if unscored else []
-    return "\n".join([*wrapped([result["verdict"]], width), "", lines, "", *wrapped([about, *notes], width)])
+    return [about, *notes]
 
 
 def _plus_minus(value: float, ci: Sequence[float | None], form: str) -> str:

@@ -16,6 +16,8 @@ from relaylm.core.cost import Cost, blocks_saved
 from relaylm.core.plan import Plan
 from relaylm.core.schedule import Policy, Schedule, Timetable
 
+SHOWN = 4  # samples that are shown, of many
+
 
 @dataclass(frozen=True)
 class Event:
@@ -40,7 +42,7 @@ class Trace:
     models: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Samples:
     """Sampled rows, how each position came about, and what the run cost."""
 
@@ -53,6 +55,29 @@ class Samples:
     texts: list[str] = field(default_factory=list)
     law: str = ""  # what decides which positions a call writes: `uniform:256`, `spaced:16`, or a rule
     changes_law: tuple[str, ...] = ()  # options in force under which samples no longer follow the models' own law
+    family: Any = None  # whose samples they are, to show them; it is not pickled with them
+
+    def summary(self) -> str:
+        """Schedule, law, calls and cost in one line."""
+        calls = ", ".join(f"{count} of {name}" for name, count in self.cost.calls.items() if count)
+        line = f"{self.schedule}; {self.law or 'no law named'}; seed {self.seed}; calls: {calls}"
+        line += "" if self.cost.flops is None else f"; {self.cost.flops:.3g} FLOPs"
+        line += "" if self.cost.flops_saved is None else f", {self.cost.flops_saved:.1%} saved"
+        return f"{line}; {self.cost.seconds:.2f} s" + "".join(f"; {change}" for change in self.changes_law)
+
+    def __repr__(self) -> str:
+        """The first texts and what they cost."""
+        rows = self.texts[:SHOWN] if self.texts else [" ".join(map(str, row)) for row in self.tokens[:SHOWN]]
+        more = [f"and {len(self.tokens) - SHOWN} more"] if len(self.tokens) > SHOWN else []
+        return "\n\n".join([*rows, *more, self.summary()])
+
+    def _repr_html_(self) -> str:
+        from relaylm.show.notebook import samples_html  # a higher floor, asked for by notebooks alone
+
+        return samples_html(self, self.family, SHOWN)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "family": None}
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain JSON values, as `relaylm sample --json` writes it."""

@@ -393,4 +393,4 @@ def sample(
     texts = [] if family.tokenizer is None else [family.tokenizer.decode(row) for row in samples.tokens]
     texts = [text.split(stop)[0] for text in texts] if stop else texts
     blocks = f"blocks:{family.block_length} " if family.block_length else ""
-    return replace(samples, texts=texts, law=blocks + request.law_text)
+    return replace(samples, texts=texts, law=blocks + request.law_text, family=family)
