@@ -195,6 +195,11 @@ def _from_shapes(
         length = 1024
         missing.append("the length it was trained for: 1024 is assumed, give length if not")
     timed = _dig(config, "time_conditioning") if options.time_conditioning is None else options.time_conditioning
+    timed = _dig(config, "algo", "time_conditioning") if timed is None else timed  # where BD3-LM's has it
+    block = _dig(config, "block_size") if _dig(config, "algo", "cross_attn") is True else 0
+    block = block if options.block_length is None else options.block_length
+    if not isinstance(block, int) or not 0 < block < length:  # the default refers to the length
+        block = 0
     if not isinstance(timed, bool):
         timed = False
         missing.append("whether it is conditioned on time: assumed not, as in MDLM's defaults")
@@ -206,7 +211,7 @@ def _from_shapes(
         )
     architecture = Architecture(
         vocab_size=vocab_size,
-        length=length,
+        length=length - length % (block or 1),
         width=width,
         depth=blocks_of(tensors, "blocks."),
         heads=int(heads),
@@ -215,6 +220,7 @@ def _from_shapes(
         adaln=adaln,
         time_conditioning=timed and adaln,
         cond_dim=shape_of(tensors, "sigma_map.mlp.0.weight", 2, where)[0] if adaln else 128,
+        block_length=block,
     )
     return architecture, missing
 

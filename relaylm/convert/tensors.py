@@ -44,7 +44,7 @@ class Options:
     mask_id: int | None = None
     length: int | None = None
     heads: int | None = None
-    block_length: int | None = None  # positions of a block, 0 for whole rows: of models that run through transformers
+    block_length: int | None = None  # positions of a block, of models that write in blocks; 0 for whole rows
     time_conditioning: bool | None = None
     ema: bool = True  # take the averaged weights of a training checkpoint, as its authors do
     device_map: Any = None  # for models that run through transformers

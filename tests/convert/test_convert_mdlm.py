@@ -311,6 +311,24 @@ def test_lightning_checkpoint_gives_the_averaged_weights(
     agree(convert.load(path, dtype="float64", time_conditioning=False)["best"], expected(averaged))
 
 
+@pytest.mark.parametrize(("stored", "block"), [(4, 4), ("${model.length}", 0)])
+def test_lightning_checkpoint_of_bd3lm_has_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: Any, block: int
+) -> None:
+    state = published()
+    config = {
+        "block_size": stored,
+        "algo": {"name": "bd3lm", "cross_attn": True, "time_conditioning": False},
+        "model": {"length": LENGTH, "n_heads": HEADS},
+    }
+    path = checkpoint(tmp_path / "best.ckpt", state, state, {"config": stub_config(config, monkeypatch)}, "backbone.")
+    monkeypatch.delitem(sys.modules, "omegaconf")
+    family = convert.load(path, dtype="float64")
+    rows = np.stack([transcription(state, row.numpy(), 0.0, block=block) for row in TOKENS])
+    agree(family["best"], torch.from_numpy(rows))
+    assert family.block_length == block and not any("conditioned" in note for note in family.meta["missing"])
+
+
 def test_lightning_checkpoint_without_a_readable_config_says_what_it_assumes(tmp_path: Path) -> None:
     raw = published(seed=1)
     path = checkpoint(tmp_path / "a.ckpt", raw, raw, {}, "backbone.")
