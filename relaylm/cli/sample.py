@@ -204,5 +204,6 @@ def cost_line(samples: Any, schedule: str, heavy: str, reference: int) -> str:
     if cost.flops is not None:
         line += f"; {cost.flops:.3g} FLOPs"
     if cost.flops_saved is not None:
-        line += f", {100 * cost.flops_saved:.1f}% saved (against {heavy} alone in {reference} steps)"
+        word = "saved" if cost.flops_saved >= 0 else "more"
+        line += f", {100 * abs(cost.flops_saved):.1f}% {word} (against {heavy} alone in {reference} steps)"
     return f"{line}; {cost.seconds:.2f} s"

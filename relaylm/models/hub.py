@@ -21,6 +21,9 @@ PROMPT = "the history of"  # what the hub's page offers to try
 
 def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """The files of a hub repository that match the patterns, from the cache or the network."""
+    run = Path(name).parent  # of a family that `relaylm train` writes at its end
+    if (run / "config.json").is_file() and (run / "models").is_dir():
+        raise UserError(f"there is no family in {name!r} yet: training there has not ended; `relaylm train` goes on")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:

@@ -185,3 +185,13 @@ def test_a_schedule_as_a_strip() -> None:
     assert drawn(Schedule.parse("a:25% b:50% c:25%"), "abc", 8) == "░░▓▓▓▓██"
     assert drawn(Schedule.parse("a:1@75% b:99@25%"), "ab", 8) == "░░░░░░██"  # by time, not by steps
     assert drawn(Schedule.parse("interleaved(a:25% b:75%)"), "ab") == ""
+
+
+def test_a_family_whose_training_has_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out" / "models").mkdir(parents=True)
+    (tmp_path / "out" / "config.json").write_text("{}")
+    assert cli.main(["info", "out/family"]) == 2
+    assert "relaylm train" in capsys.readouterr().err
