@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> tools.Result:
     folder = train_family(args.corpus, args.out, args.preset, progress=True, command=command, **same, **overrides)
     if os.environ.get("RANK", "0") != "0":  # not the first of the processes of torchrun
         return {}
-    found = report(folder, TokenFile.load(args.corpus, verify=False))
+    found = report(folder, TokenFile.load(args.corpus, verify=False), args.device)
     tools.show(args, render(Family.load(folder), found))
     return {"family": str(folder), **found}
 

@@ -48,10 +48,10 @@ def measured_pairs(
     return found
 
 
-def report(folder: Path, corpus: TokenFile, n: int = 4) -> dict[str, Any]:
+def report(folder: Path, corpus: TokenFile, device: str = "auto", n: int = 4) -> dict[str, Any]:
     """What `relaylm train` ends with: held-out bits, samples of the heavy model, the share of their words that occur in
     the training text, and a verdict in a sentence."""
-    family = Family.load(folder)
+    family = Family.load(folder, device=device)
     training = family.meta["training"]
     summary = training[family.heavy]
     texts = sample(family, "heavy", n, seed=0).texts
