@@ -131,6 +131,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "tuner": tables.tuner,
     "lengths": tables.lengths,
     "training": tables.training,
+    "lighten": tables.lighten,
     "judges": tables.judges,
     "cost": tables.cost,
     "loaded": tables.loaded,

@@ -242,6 +242,26 @@ def training(records: Path) -> str:
     return _table(rows)
 
 
+def lighten(records: Path) -> str:
+    """A sibling against networks of its size, in likelihood and in judged samples on a spaced plan."""
+    found = _load(records, "lighten/wiki-char")
+    heavy, samples = found["of"], {one["schedule"]: one for one in found["samples"]}
+    seen = {name: f"{summary['tokens']:,}" for name, summary in found["training"].items()}
+    titles = {"sibling": f"{found['blocks']} blocks of the heavy model, distilled", heavy: "the heavy model itself"}
+    titles |= {name: "from scratch" for name in ("scratch1", "scratch10")}
+    rows = []
+    for name in ("sibling", "scratch1", "scratch10", *sorted(set(found["bounds"]) - set(titles)), heavy):
+        bits, plan = found["bounds"][name], f"spaced:{found['spacing']}"
+        row = {"model": titles.get(name, f"`{name}` of the family"), "characters seen": seen.get(name, "545M")}
+        row["bits a character (95%)"] = f"{bits['bits']:.3f} ({bits['low']:.3f} to {bits['high']:.3f})"
+        for title, schedule in (("alone", f"{name} {plan}"), ("half of the calls", f"{name}:50% {heavy}:50% {plan}")):
+            one = samples.get(schedule)
+            low, high = one["gen_ppl_ci"] if one else (0, 0)
+            row[f"perplexity, {title}"] = f"{one['gen_ppl']:.1f} ({low:.1f} to {high:.1f})" if one else ""
+        rows.append(row)
+    return _table(rows)
+
+
 def judges(records: Path) -> str:
     """How far two judges agree."""
     found = _load(records, "judges/wiki-char")
