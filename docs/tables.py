@@ -248,7 +248,7 @@ def lighten(records: Path) -> str:
     heavy, samples = found["of"], {one["schedule"]: one for one in found["samples"]}
     seen = {name: f"{summary['tokens']:,}" for name, summary in found["training"].items()}
     titles = {"sibling": f"{found['blocks']} blocks of the heavy model, distilled", heavy: "the heavy model itself"}
-    titles |= {name: "from scratch" for name in ("scratch1", "scratch10")}
+    titles |= dict.fromkeys(("scratch1", "scratch10"), "from scratch")
     rows = []
     for name in ("sibling", "scratch1", "scratch10", *sorted(set(found["bounds"]) - set(titles)), heavy):
         bits, plan = found["bounds"][name], f"spaced:{found['spacing']}"
