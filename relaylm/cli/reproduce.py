@@ -1,5 +1,5 @@
 """The paper's experiments on a family, and a verdict on each of its claims.
-Example: relaylm reproduce --scale cpu --out reproduce
+Example: relaylm reproduce --family wiki-char --scale cpu --out reproduce
 """
 
 import argparse
