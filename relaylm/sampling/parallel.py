@@ -4,8 +4,8 @@ All noise is fixed by the plan, so a row is a deterministic function of its own 
 The next W events can also be found together. Each has a state of its own, the row with what the events before it write;
 those tokens are guessed, the W states go through the network as one batch, and every event draws. The first draw is
 right, since its state was known. A draw is right if all guesses in its state were; so the longest run of events whose
-guesses were drawn again is kept, with the draw after it. Each call also draws for the W events that follow its own; the
-last call whose state was right gives the next guesses.
+guesses were drawn again is kept, with the draw after it. The other draws are the next guesses (Jacobi's iteration).
+Calls also draw for the W events that follow their own, so that the events behind the window have guesses, too.
 
 The tokens are those of the sequential run. As with another batch size, calls of another shape may round differently:
 these have n W rows (unless a batch size is given) and places for W + 1 events. Rounds are fewer, calls are more, and
@@ -90,9 +90,9 @@ class _Ahead:
         until_E = np.minimum(np.arange(len(last_E)) + window, last_E)
         count_E = (self.events.start_E + self.events.count_E)[until_E] - self.events.start_E
         pointers = np.zeros(states + 1, dtype=np.int64)
-        self.asked = replace(
-            self.events, row_ptr_n1=pointers, count_E=count_E, expected_E=count_E.astype(np.float64), most_E=count_E
-        )
+        most_E = np.full_like(count_E, count_E.max(initial=1))  # one shape for all, so that a window is one call
+        expected_E = most_E.astype(np.float64)
+        self.asked = replace(self.events, row_ptr_n1=pointers, count_E=count_E, expected_E=expected_E, most_E=most_E)
         batch = options.batch_size or states
         self.queue = Queue(self.asked, run.queue.model_E, plan.length, batch, in_flight=states)
 
@@ -145,7 +145,8 @@ class _Ahead:
         return states
 
     def _keep(self, row: int, w: int, drawn: Mapping[int, np.ndarray]) -> None:
-        """Write the draws that are right, and guess from the last call whose state was."""
+        """Write the draws that are right. The others are the next guesses, and those of the last call for what follows
+        the window."""
         first = int(self.next_n[row])
         for event in range(first, first + w):
             part = self._part(event)
@@ -158,4 +159,7 @@ class _Ahead:
                 self.options.callback(Event(row, step, t, model, positions.tolist(), tokens.tolist()))
             if (self.guess_F[part] != tokens).any():
                 break
-        self.guess_F[part.start : part.start + len(drawn[event])] = drawn[event]
+        for event in [first + w - 1, *range(int(self.next_n[row]), first + w)]:
+            part, tokens = self._part(event), drawn[event]
+            end = part.start + len(tokens) if event == first + w - 1 else part.stop
+            self.guess_F[part.start : end] = tokens[: end - part.start]

@@ -74,6 +74,33 @@ def plot_pairs(result: Mapping[str, Any], path: str | Path) -> Path:
     return save_figure(figure, path)
 
 
+def plot_front(result: Mapping[str, Any], path: str | Path) -> Path:
+    """Loss in likelihood over the calls of a row, a line with 95% intervals for each way to choose what a call writes;
+    `result` is a record of `studies.record.spacing`."""
+    figure = new_figure(6.4, 4.2)
+    axes = figure.subplots()
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for plan in result["plans"]:
+        name, _, rest = plan["plan"].partition(":")
+        lines.setdefault(f"{name}, prefix" if rest.endswith("prefix") else name, []).append(plan)
+    for j, (name, plans) in enumerate(lines.items()):
+        plans.sort(key=lambda plan: plan["calls"])
+        y = np.array([[plan["loss"], *plan["loss_ci"]] for plan in plans]).T
+        look = {"color": COLOURS[j % len(COLOURS)], "marker": MARKERS[j % len(MARKERS)], "markersize": 4}
+        error = np.abs(y[1:] - y[0])
+        axes.errorbar([p["calls"] for p in plans], y[0], error, label=name, linewidth=1, capsize=2, **look)
+    axes.axhline(0, color=BLACK, linewidth=0.5)
+    axes.set_xscale("log")
+    axes.set_yscale("symlog", linthresh=2)
+    axes.set_xlabel("calls a row")
+    axes.set_ylabel("loss, nats x 100 a position")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize=8)
+    what = f"{result['family']['name']}: {result['model']} against T = {result['length']} uniform steps"
+    figure.suptitle(f"{what}, {result['rows']} rows", fontsize=10)
+    return save_figure(figure, path)
+
+
 def _curve(axes: Any, pair: Mapping[str, Any], name: str, colour: str, marker: str, label: str, **look: Any) -> None:
     band = np.array(pair[f"{name}_ci"], dtype=float)
     axes.fill_between(pair["t"], band[:, 0], band[:, 1], color=colour, alpha=0.2, linewidth=0)
