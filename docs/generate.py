@@ -123,6 +123,9 @@ def _prose(thing: Any) -> str:
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "speed": tables.speed,
     "spacing": tables.spacing,
+    "together": tables.together,
+    "predicted": tables.predicted,
+    "parallel": tables.parallel,
     "bench": tables.bench,
     "kernels": tables.kernels,
     "quality": tables.quality,

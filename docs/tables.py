@@ -60,16 +60,89 @@ def spacing(records: Path) -> str:
     length, rows = 512, []
     for plan in found["plans"]:
         kind, _, what = plan["plan"].partition(":")
-        if kind == "spaced":
-            calls, label = expected_calls(length, Spacing.parse(what)), f"`{plan['plan']}`"
-        else:
-            steps = float(what)
-            calls = length if math.isinf(steps) else steps * (1 - (1 - 1 / steps) ** length)
-            label = f"T = {'infinity' if math.isinf(steps) else what}, uniform steps"
+        calls, label = _calls(plan["plan"], length), f"`{plan['plan']}`"
+        if kind == "uniform":
+            label = f"T = {'infinity' if what == 'inf' else what}, uniform steps"
         low, high = plan["loss_ci"]
         loss = "0" if plan is found["plans"][0] else f"{plan['loss']:+.2f} ({low:.2f} to {high:.2f})"
         rows.append((calls, {"plan": label, "calls a row": f"{calls:.0f}", "loss (95%)": loss}))
     return _table([row for _, row in sorted(rows, key=lambda row: -row[0])])
+
+
+KINDS = {"uniform": "uniform steps", "sets": "spaced sets", "prefix": "spaced, in the plan's order"}
+KINDS |= {"surest": "surest first, spaced", "dus": "DUS", "eb": "EB-Sampler"}
+
+
+def kind_of(plan: str) -> str:
+    """What decides which positions a call writes, of a recorded plan: a key of KINDS."""
+    name, _, rest = plan.partition(":")
+    return ("prefix" if rest.endswith("prefix") else "sets") if name == "spaced" else name
+
+
+def together(records: Path) -> str:
+    """What is lost in likelihood at a number of calls, by which positions a call writes, on both bundled families."""
+    parts = []
+    for name in ("wiki-char", "wiki-bpe"):
+        found = _load(records, f"spacing/{name}")
+        length = found.get("length", 512)
+        whole = [p for p in found["plans"] if not (p["plan"].startswith("surest") and p["plan"].count(":") > 1)]
+        plans = [(kind_of(p["plan"]), p.get("calls") or _calls(p["plan"], length), p) for p in whole]
+        kinds = [kind for kind in KINDS if any(kind == own for own, _, _ in plans)]
+        full = plans[0][1]
+        rows = []
+        for _, target, _ in sorted((p for p in plans[1:] if p[0] == "uniform" and p[1] < full), key=lambda p: -p[1]):
+            row = {f"calls of {full:.0f}": f"about {target:.0f}"}
+            for kind in kinds:
+                near = [p for p in plans if p[0] == kind and abs(math.log(p[1] / target)) < 0.265]
+                best = min(near, key=lambda p: abs(math.log(p[1] / target)), default=None)
+                row[KINDS[kind]] = "" if best is None else _loss(best[2], best[1], target)
+            rows.append(row)
+        what = f"`{name}`, 12 blocks, length {length}, {found['rows']} rows on {_machine(found)}"
+        parts.append(f"{what}:\n\n{_table(rows)}")
+    return "\n\n".join(parts)
+
+
+def predicted(records: Path) -> str:
+    """How well the tables of pairs predict losses."""
+    rows = []
+    for name in ("wiki-char", "wiki-bpe"):
+        found = _load(records, f"spacing/{name}")
+        both = [p for p in found["plans"] if p["predicted"] is not None]
+        row = {"family": f"`{name}`", "plans": str(len(both)), "rows of text": str(found["rows"])}
+        row |= {"r of measured and predicted losses": f"{found['correlation']:.3f}"}
+        rows.append({**row, "spacing as good as T = L": f"`{found['default_spacing']}`"})
+    return _table(rows)
+
+
+def parallel(records: Path) -> str:
+    """Rounds and work of windows of calls."""
+    rows = []
+    for run in _load(records, "spacing/parallel-4b")["runs"]:
+        row = {"W": str(run["window"]), "rounds": str(run["rounds"]), "calls": str(run["calls"])}
+        rows.append({**row, "calls against the sequential run": f"{run.get('work', 1):.2f}"})
+    return _table(rows)
+
+
+def _loss(plan: Mapping[str, Any], calls: float, target: float) -> str:
+    """A loss with its margin and its plan; with the number of calls where that is another than the row's."""
+    margin = (plan["loss_ci"][1] - plan["loss_ci"][0]) / 2
+    text = plan["plan"].removeprefix("uniform:").removesuffix(":prefix")
+    label = f"T = {text}" if plan["plan"].startswith("uniform") else f"`{plan['plan']}`"
+    other = f", {calls:.0f} calls" if abs(math.log(calls / target)) > 0.1 else ""
+    return f"{plan['loss']:+.1f} ± {margin:.1f} ({label}{other})"
+
+
+def _calls(plan: str, length: int) -> float:
+    """Mean calls of a row under uniform steps or a spacing."""
+    kind, _, what = plan.partition(":")
+    if kind == "spaced":
+        return expected_calls(length, Spacing.parse(what))
+    steps = float(what)
+    return length if math.isinf(steps) else steps * (1 - (1 - 1 / steps) ** length)
+
+
+def _machine(found: Mapping[str, Any]) -> str:
+    return str(found["machine"]["gpu"] or "a CPU")
 
 
 # ------------------------------------------------------------------------------------------------ speed
