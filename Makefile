@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint docs clean
+.PHONY: help setup demo test test-all lint campaign docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,10 @@ test: lint ## style, types and the quick tests
 
 test-all: lint ## the same with the slow tests
 	$(PYTEST) -m ""
+
+campaign: setup ## kills, faults, fuzz, laws, soak, supply: minutes to hours, results/campaigns
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[campaign,serve]"
+	@for name in supply laws kills faults fuzz soak; do $(BIN)/python tests/campaigns/$$name.py $(CAMPAIGN) || failed=1; done; exit $${failed:-0}
 
 docs: setup ## the generated parts of README.md and docs/
 	$(BIN)/python docs/generate.py

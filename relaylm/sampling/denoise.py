@@ -170,7 +170,7 @@ def out_of_memory(error: BaseException) -> bool:
 def rows_in_call(batch_size: int | None, n: int, length: int, device: torch.device | str) -> int:
     """Rows in every call: as asked for (all without a number), but where there are fewer rows, padding ends at a large
     batch's worth of positions: a million rows that are not there would only take memory."""
-    most = (1 << 18 if torch.device(device).type == "cuda" else 1 << 14) // length
+    most = (1 << 18 if torch.device(device).type == "cuda" else 1 << 15) // length
     return min(batch_size or n, max(n, most))
 
 

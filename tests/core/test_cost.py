@@ -107,3 +107,15 @@ def test_what_a_budget_leaves() -> None:
     assert parse_budget("25%").limit(80.0) == 60.0
     assert parse_budget("40ms").limit(80.0) == 40.0
     assert str(parse_budget("25% ms")) == "25% saved in ms" and str(parse_budget("40ms")) == "40 ms a row"
+
+
+@pytest.mark.parametrize("text", ["1" + " " * 20_000 + "!", "3" * 20_000 + "!", "a" * 20_000 + ":", " " * 10**6])
+def test_long_input_is_refused_at_once(text: str) -> None:
+    """A pattern that tries every way to share out blanks or digits would take hours over these."""
+    with pytest.raises(UserError, match="is no budget"):
+        parse_budget(text)
+
+
+def test_blanks_in_a_budget_do_not_matter() -> None:
+    assert parse_budget("  ms :  25  %  ") == parse_budget("ms:25%")
+    assert parse_budget(" 40 \t ms ") == parse_budget("40ms")

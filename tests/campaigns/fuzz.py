@@ -1,0 +1,290 @@
+"""Fuzz: inputs made by a coverage-guided fuzzer (atheris) for the parsers that read what strangers write. An input may
+be refused with a UserError (or the server's Refused); any other exception, more than a second or more than 500 MB is a
+failure. Inputs that reached new code are kept, so a campaign goes on where it stopped.
+Example: python tests/campaigns/fuzz.py --size 10000000 (inputs, shared out over the targets; --only names targets)"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.campaigns.common import ROOT, Campaign
+
+CORPUS = ROOT / ".hypothesis" / "fuzz"  # ignored by git, like hypothesis' own examples
+SECONDS, MEGABYTES = 1, 500
+Target = tuple[Callable[[], Callable[[bytes], object]], list[bytes]]
+
+
+def text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")  # half characters too, as in odd file names
+
+
+def schedule() -> Callable[[bytes], object]:
+    from relaylm.core.schedule import Schedule
+
+    def one(data: bytes) -> None:
+        found = Schedule.parse(text(data))
+        assert Schedule.parse(str(found)) == found
+        assert Schedule.from_json(found.to_json()) == found
+
+    return one
+
+
+def rule() -> Callable[[bytes], object]:
+    from relaylm.sampling.rules import parse_rule
+
+    return lambda data: parse_rule(text(data))
+
+
+def budget() -> Callable[[bytes], object]:
+    from relaylm.core.cost import parse_budget
+
+    return lambda data: parse_budget(text(data))
+
+
+def share() -> Callable[[bytes], object]:
+    from relaylm.core.notation import parse_share
+
+    return lambda data: parse_share(text(data))
+
+
+def in_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
+    """The input as a file, in memory where the machine has such a folder."""
+    place = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=place))
+
+    def one(data: bytes) -> None:
+        (folder / name).write_bytes(data)
+        read(folder / name)
+
+    return one
+
+
+def config() -> Callable[[bytes], object]:
+    from relaylm.cli.main import apply_config, build_parser
+
+    parser = build_parser(["sample"])
+    return in_file("c.toml", lambda path: apply_config(parser, ["sample", "--config", str(path)]))
+
+
+def manifest() -> Callable[[bytes], object]:
+    from relaylm.models import folder
+
+    def read(path: Path) -> None:
+        try:
+            data = json.loads(path.read_bytes())
+            data["digest"] = folder._digest({name: data.get(name) for name in folder.DIGESTED})
+            path.write_text(json.dumps(data))
+        except (ValueError, TypeError, RecursionError, AttributeError):
+            pass
+        folder.read_manifest(path.parent)
+
+    return in_file("family.json", read)
+
+
+def pickle() -> Callable[[bytes], object]:
+    from relaylm.convert import describe
+
+    def read(path: Path) -> None:
+        program = path.read_bytes()
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr("a/data.pkl", program)
+        describe(path)
+
+    return in_file("a.ckpt", read)
+
+
+def safetensors() -> Callable[[bytes], object]:
+    from relaylm.convert.weights import open_safetensors
+
+    def read(path: Path) -> None:
+        header = path.read_bytes()
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+        for lazy in open_safetensors([path]).values():
+            lazy.read()
+
+    return in_file("a.safetensors", read)
+
+
+def store() -> Callable[[bytes], object]:
+    from relaylm.measure.store import FILE, Store
+
+    def read(path: Path) -> None:
+        for left in path.parent.iterdir():
+            if left.name != FILE:
+                left.unlink()
+        opened = Store(path.parent)
+        list(opened.records())
+        opened.close()
+
+    return in_file(FILE, read)
+
+
+def tokenizer() -> Callable[[bytes], object]:
+    from relaylm.models.tokenizer import load_tokenizer
+
+    def read(path: Path) -> None:
+        made = load_tokenizer(path)
+        made.decode(made.encode("the history of"))
+
+    return in_file("tokenizer.json", read)
+
+
+def http() -> Callable[[bytes], object]:
+    import dataclasses
+
+    from relaylm.models.family import Family
+    from relaylm.serve.request import Ask, read_ask, read_json, settled
+
+    family = Family.load("wiki-char")
+    allowed = frozenset(item.name for item in dataclasses.fields(Ask))
+
+    def one(data: bytes) -> None:
+        ask = read_ask(read_json(data), allowed)
+        for prompt in ask.prompts[:2]:
+            settled(family, ask, prompt)
+
+    return one
+
+
+def store_file() -> bytes:
+    from relaylm.measure.store import FILE, Store
+
+    with tempfile.TemporaryDirectory() as name:
+        made = Store(name)
+        made.put("a" * 64, {"kind": "x", "law": "y", "values": [1, 2]})
+        made.close()
+        return (Path(name) / FILE).read_bytes()
+
+
+def tokenizer_file() -> bytes:
+    sys.path.insert(0, str(ROOT / "tests"))
+    from helpers import tiny_json
+
+    return tiny_json(20).encode()
+
+
+def checkpoint() -> bytes:
+    import torch
+
+    data = io.BytesIO()
+    torch.save({"state_dict": {"backbone.vocab_embed.embedding": torch.zeros(2, 2)}, "epoch": 3}, data)
+    with zipfile.ZipFile(data) as file:
+        return file.read(next(name for name in file.namelist() if name.endswith("data.pkl")))
+
+
+def seeds(target: str) -> list[bytes]:
+    """Valid inputs to begin with."""
+    family = ROOT / "relaylm" / "models" / "families" / "wiki-char" / "family.json"
+    header = b'{"a":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]},"__metadata__":{"format":"pt"}}'
+    body = b'{"model": "wiki-char", "prompt": "the ", "max_tokens": 8, "schedule": "L25% H75%", "steps": 4, "n": 2}'
+    return {
+        "schedule": [b"L125 H750 L125", b"L12.5% H75% L1/8", b"L8@25% H200@65% L8@10%", b"random:7(4b:25% 12b:75%)"]
+        + [b"sandwich:25%", b"quarter:2", b"1000000111", b"cells(4b 8b 12b)", b"heavy spaced:16:prefix"],
+        "rule": [b"low-confidence", b"threshold:0.9", b"surest:16:2", b"remdm-loop:0.02:0.55:0.05:0.9", b"eb:0.1"],
+        "budget": [b"25%", b"0.5", b"3e12 flops", b"10 ms", b"2 joules"],
+        "share": [b"12.5%", b"1/8", b"0.125", b"33.3%"],
+        "config": [b'n = 2\nschedule = "heavy"\nwatch = true\n', b"steps = 8\nseed = 1"],
+        "manifest": [family.read_bytes()],
+        "pickle": [checkpoint()] if target == "pickle" else [],
+        "safetensors": [header],
+        "store": [store_file()] if target == "store" else [],
+        "tokenizer": [tokenizer_file()] if target == "tokenizer" else [],
+        "http": [body, b'{"infill": "a __ b", "rule": "eb:0.1"}', b'{"prompt": ["a", "b"], "stream": true}'],
+    }[target]
+
+
+TARGETS: dict[str, Callable[[], Callable[[bytes], object]]] = {
+    "schedule": schedule,
+    "rule": rule,
+    "budget": budget,
+    "share": share,
+    "config": config,
+    "manifest": manifest,
+    "pickle": pickle,
+    "safetensors": safetensors,
+    "store": store,
+    "tokenizer": tokenizer,
+    "http": http,
+}
+
+
+def guarded(one: Callable[[bytes], object]) -> Callable[[bytes], None]:
+    """A target that lets refusals pass."""
+    from relaylm.errors import UserError
+
+    allowed: tuple[type[BaseException], ...] = (UserError,)
+    if "relaylm.serve.request" in sys.modules:
+        allowed += (sys.modules["relaylm.serve.request"].Refused,)
+
+    def run(data: bytes) -> None:
+        try:
+            one(bytes(data))
+        except allowed as error:
+            assert len(str(error).splitlines()) <= 1 and len(str(error)) < 3000, "a message must be one short line"
+
+    return run
+
+
+def fuzz(target: str, runs: int, seconds: int, seed: int) -> None:
+    """In a process of its own: fuzz one target, and leave its inputs in the corpus."""
+    import resource
+
+    import atheris
+
+    with atheris.instrument_imports(include=["relaylm"]):
+        one = guarded(TARGETS[target]())
+    folder = CORPUS / target
+    folder.mkdir(parents=True, exist_ok=True)
+    for data in seeds(target):
+        (folder / hashlib.sha1(data).hexdigest()).write_bytes(data)
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024 + MEGABYTES
+    words = [f"-runs={runs}", f"-max_total_time={seconds}", f"-timeout={SECONDS}", f"-rss_limit_mb={size}"]
+    words += [f"-seed={seed % 2**31 or 1}", "-print_final_stats=1", "-max_len=4096", f"-artifact_prefix={folder}-"]
+    atheris.Setup([sys.argv[0], *words, str(folder)], one)
+    atheris.Fuzz()
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] == ["--target"]:
+        fuzz(argv[1], *map(int, argv[2:5]))
+        return 0
+    campaign = Campaign("fuzz", __doc__ or "", 200_000, argv)
+    targets = campaign.wanted(list(TARGETS))
+    asked, campaign.size = campaign.size, len(targets)
+    each = min(36_000, int(60 * min(600.0, campaign.options.minutes) / len(targets)))
+    for case in campaign.cases():
+        target = targets[case]
+        command = [sys.executable, __file__, "--target", target]
+        numbers = map(str, (asked // len(targets), each, campaign.seed))
+        environment = {**os.environ, "RELAYLM_FAMILY": "wiki-char", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*command, *numbers], capture_output=True, text=True, errors="replace", env=environment)
+        said = done.stderr + done.stdout
+        executed = re.search(r"stat::number_of_executed_units:\s*(\d+)", said) or re.search(r"#(\d+)\s*DONE", said)
+        peak = re.search(r"stat::peak_rss_mb:\s*(\d+)", said)
+        campaign.counts[target] += int(executed[1]) if executed else 0
+        campaign.counts["inputs"] += int(executed[1]) if executed else 0
+        if peak:
+            campaign.details.setdefault("peak MB", {})[target] = int(peak[1])
+        if done.returncode:
+            campaign.fail(target, said[-1500:])
+        print(f"fuzz: {target}: {campaign.counts[target]:,} inputs", flush=True)
+    for left in Path(tempfile.gettempdir()).glob("fuzz-*"), Path("/dev/shm").glob("fuzz-*"):
+        for folder in left:
+            shutil.rmtree(folder, ignore_errors=True)
+    return campaign.finish(asked=asked)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,91 @@
+"""Each campaign in its short form: a few cases, so that the campaigns themselves stay in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.campaigns import fuzz, laws, supply
+
+ROOT = Path(__file__).resolve().parents[2]
+PIECES = (b"", b"9" * 40, b"\xff", b"-", b"[[", b'"', b"%", b"\0")  # what random changes put in
+
+
+def campaign(name: str, out: Path, *words: str) -> dict[str, Any]:
+    """Run a campaign in a process of its own (it makes copies of itself), and return its record."""
+    command = [sys.executable, f"tests/campaigns/{name}.py", "--out", str(out), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads((out / f"{name}.json").read_text())
+
+
+needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="for Linux")
+
+
+@needs_linux
+def test_kills(tmp_path: Path) -> None:
+    found = campaign("kills", tmp_path, "--size", "3", "--only", "convert,compare", "--seed", "1")
+    assert found["counts"]["kills"] >= 3 and not found["failures"] and found["seed"] == 1 and found["commit"] != ""
+
+
+@needs_linux
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_faults(tmp_path: Path) -> None:
+    found = campaign("faults", tmp_path, "--size", "6", "--only", "sample,convert", "--seed", "2")
+    assert found["cases"] == 6 and not found["failures"]
+    assert found["changes on disk"]["convert"] > 10
+
+
+@needs_linux
+def test_soak(tmp_path: Path) -> None:
+    for package in ("starlette", "uvicorn", "sse_starlette", "prometheus_client"):
+        pytest.importorskip(package)
+    found = campaign("soak", tmp_path, "--size", "2", "--stretches", "1")
+    assert found["counts"]["requests"] > 0 and found["counts"]["kills"] == 1 and not found["failures"]
+
+
+def test_laws(tmp_path: Path) -> None:
+    words = ["--size", "5", "--only", "dream-entropy,dream-margin,spaced:2,remdm-loop", "--seed", "3"]
+    assert laws.main([*words, "--out", str(tmp_path)], n=4000) == 0
+    found = json.loads((tmp_path / "laws.json").read_text())
+    assert found["counts"]["tests"] == 5 and len(found["told apart"]) == 4
+
+
+def test_laws_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the law of one rule in the place of another's."""
+    options = laws.CASES["rule low-confidence"][0]
+    monkeypatch.setitem(laws.CASES, "rule low-confidence", (options, laws.CASES["rule random"][1]))
+    words = ["--size", "2", "--only", "low-confidence", "--seed", "4", "--out", str(tmp_path)]
+    assert laws.main(words, n=20_000) == 1
+
+
+@pytest.mark.parametrize("target", fuzz.TARGETS)
+def test_fuzz(target: str) -> None:
+    """Valid inputs and random changes of them, without the fuzzer."""
+    rng, one = random.Random(target), fuzz.guarded(fuzz.TARGETS[target]())
+    for seed in fuzz.seeds(target):
+        one(seed)
+        for _ in range(40):
+            data = bytearray(seed)
+            for _ in range(rng.randint(1, 4)):
+                at = rng.randrange(len(data))
+                data[at : at + rng.randint(0, 3)] = rng.choice(
+                    (b"", b"9" * 40, b"\xff", b"-", b"[[", b'"', b"%", b"\0")
+                )
+                data = data or bytearray(b"x")
+            one(bytes(data))
+
+
+def test_supply() -> None:
+    assert supply.undeclared() == {}
+    packages = supply.closure()
+    assert packages["torch"]["version"] and packages["numpy"]["licence"]
