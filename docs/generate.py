@@ -136,6 +136,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "training": tables.training,
     "lighten": tables.lighten,
     "judges": tables.judges,
+    "serving": tables.serving,
     "cost": tables.cost,
     "loaded": tables.loaded,
     "refused": tables.refused,

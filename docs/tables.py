@@ -346,6 +346,36 @@ def judges(records: Path) -> str:
     )
 
 
+def serving(records: Path) -> str:
+    """A server under load."""
+    found = _load(records, "serve/cpu")
+    full, memory = found["saturation"], found["memory"]
+    speed, spent = full["rows_per_second"], full["processor_seconds_per_row"]
+    rows = [
+        {
+            "": f"{full['clients']} clients at once",
+            "rows a second": f"{speed['server']:.2f}",
+            "processor seconds a row": f"{spent['server']:.3f}",
+        },
+        {
+            "": "`relaylm.sample`, same batch size",
+            "rows a second": f"{speed['sample']:.2f}",
+            "processor seconds a row": f"{spent['sample']:.3f}",
+        },
+    ]
+    waits = [
+        {
+            "load": f"{100 * one['load']:.0f}%",
+            "requests": str(one["requests"]),
+            **{p: f"{one[p]:.1f} s" for p in ("p50", "p95", "p99")},
+        }
+        for one in found["latency"]
+    ]
+    grown = 100 * memory["growth_over_second_half"]
+    flat = f"Over {memory['requests']:,} requests the memory of the server grew by {grown:.1f}% in the second half."
+    return f"{_table(rows)}\n\n{_table(waits)}\n\n{flat}"
+
+
 def loaded(records: Path) -> str:
     """Which public models load."""
     rows = [

@@ -13,6 +13,7 @@ Needs the extra `cluster` beside `serve`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -106,7 +107,7 @@ class Replicas:
         self.under_way += 1
         try:
             for _ in range(TRIES):
-                seen, events = Counter[int](), self.handle.options(stream=True).stream.remote(ask)
+                seen, events, ended = Counter[int](), self.handle.options(stream=True).stream.remote(ask), False
                 try:
                     async for name, value in events:
                         if name == "refused":
@@ -125,11 +126,14 @@ class Replicas:
                         if name == "done":
                             self.metrics_of.request(value["relaylm"])
                         yield name, value
+                    ended = True
                     return
                 except self.losses:
                     await asyncio.sleep(0.1)  # until the router knows
                 finally:
-                    events.cancel()  # of no effect on one that has ended
+                    if not ended:
+                        with contextlib.suppress(Exception):  # Ray's, about a replica that is gone
+                            await asyncio.to_thread(events.cancel)
             raise lost()
         finally:
             self.under_way -= 1
@@ -166,11 +170,12 @@ def deploy(
         health_check_period_s=2,
     )(Replica)
     handle = serve.run(deployment.bind(sources, device, dtype, limits), name=NAME, route_prefix=None)
-    exceptions = ray.exceptions
     names = ("RayActorError", "WorkerCrashedError", "NodeDiedError", "ObjectLostError", "OutOfMemoryError")
+    losses = [getattr(ray.exceptions, name) for name in names]
+    losses.append(import_module("ray.serve.exceptions").DeploymentUnavailableError)
 
     def running() -> int:
         states = serve.status().applications[NAME].deployments[NAME].replica_states
         return int(states.get("RUNNING", 0))
 
-    return Replicas(handle, tuple(getattr(exceptions, name) for name in names), running)
+    return Replicas(handle, tuple(losses), running)

@@ -147,7 +147,7 @@ async def exchange(port: int, data: bytes, how: str, chance: random.Random) -> b
             writer.write_eof()
         while chunk := await asyncio.wait_for(reader.read(1 << 16), 30):
             answer += chunk
-    except (ConnectionError, asyncio.IncompleteReadError):
+    except (OSError, asyncio.IncompleteReadError):
         pass
     finally:
         writer.close()

@@ -97,7 +97,7 @@ def test_two_replicas_one_killed_under_load() -> None:
     from relaylm.serve.replicas import deploy
 
     os.environ["OMP_NUM_THREADS"] = "1"
-    backend = deploy(["wiki-char"], "cpu", None, Limits(batch_size=2), "local", 2)
+    backend = deploy(["wiki-char"], "cpu", None, Limits(batch_size=2), os.environ.get("RAY_ADDRESS", "local"), 2)
     fields = {"length": 24, "steps": 12, "schedule": "sandwich:50%", "n": 2}
 
     async def one(seed: int) -> Any:
