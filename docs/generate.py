@@ -123,7 +123,8 @@ def _prose(thing: Any) -> str:
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "speed": tables.speed,
     "spacing": tables.spacing,
-    "together": tables.together,
+    "together": partial(tables.together, "wiki-bpe"),
+    "together wiki-char": partial(tables.together, "wiki-char"),
     "predicted": tables.predicted,
     "parallel": tables.parallel,
     "bench": tables.bench,

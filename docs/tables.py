@@ -79,27 +79,24 @@ def kind_of(plan: str) -> str:
     return ("prefix" if rest.endswith("prefix") else "sets") if name == "spaced" else name
 
 
-def together(records: Path) -> str:
-    """What is lost in likelihood at a number of calls, by which positions a call writes, on both bundled families."""
-    parts = []
-    for name in ("wiki-char", "wiki-bpe"):
-        found = _load(records, f"spacing/{name}")
-        length = found.get("length", 512)
-        whole = [p for p in found["plans"] if not (p["plan"].startswith("surest") and p["plan"].count(":") > 1)]
-        plans = [(kind_of(p["plan"]), p.get("calls") or _calls(p["plan"], length), p) for p in whole]
-        kinds = [kind for kind in KINDS if any(kind == own for own, _, _ in plans)]
-        full = plans[0][1]
-        rows = []
-        for _, target, _ in sorted((p for p in plans[1:] if p[0] == "uniform" and p[1] < full), key=lambda p: -p[1]):
-            row = {f"calls of {full:.0f}": f"about {target:.0f}"}
-            for kind in kinds:
-                near = [p for p in plans if p[0] == kind and abs(math.log(p[1] / target)) < 0.265]
-                best = min(near, key=lambda p: abs(math.log(p[1] / target)), default=None)
-                row[KINDS[kind]] = "" if best is None else _loss(best[2], best[1], target)
-            rows.append(row)
-        what = f"`{name}`, 12 blocks, length {length}, {found['rows']} rows on {_machine(found)}"
-        parts.append(f"{what}:\n\n{_table(rows)}")
-    return "\n\n".join(parts)
+def together(name: str, records: Path) -> str:
+    """What is lost in likelihood at a number of calls, by which positions a call writes."""
+    found = _load(records, f"spacing/{name}")
+    length = found.get("length", 512)
+    whole = [p for p in found["plans"] if not (p["plan"].startswith("surest") and p["plan"].count(":") > 1)]
+    plans = [(kind_of(p["plan"]), p.get("calls") or _calls(p["plan"], length), p) for p in whole]
+    kinds = [kind for kind in KINDS if any(kind == own for own, _, _ in plans)]
+    full = plans[0][1]
+    rows = []
+    for _, target, _ in sorted((p for p in plans[1:] if p[0] == "uniform" and p[1] < full), key=lambda p: -p[1]):
+        row = {f"calls of {full:.0f}": f"about {target:.0f}"}
+        for kind in kinds:
+            near = [p for p in plans if p[0] == kind and abs(math.log(p[1] / target)) < 0.265]
+            best = min(near, key=lambda p: abs(math.log(p[1] / target)), default=None)
+            row[KINDS[kind]] = "" if best is None else _loss(best[2], best[1], target)
+        rows.append(row)
+    what = f"`{name}`, 12 blocks, length {length}, {found['rows']} rows on {_machine(found)}"
+    return f"{what}:\n\n{_table(rows)}"
 
 
 def predicted(records: Path) -> str:
