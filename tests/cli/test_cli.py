@@ -530,7 +530,7 @@ def test_schedules_are_shown_as_they_were_typed(
     words = ["sample", "--family", judged, "--schedule", "sandwich:25%", "--html", str(page), "--json", "-"]
     assert run(*words) == 0
     captured = capsys.readouterr()
-    assert "\nsandwich:25%: 16 steps" in captured.err and "toy: sandwich:25%" in page.read_text()
+    assert "sandwich:25%: 16 steps" in captured.err and "toy: sandwich:25%" in page.read_text()
     assert json.loads(captured.out)["schedule"] == "1b:12.5% 3b:75% 1b:12.5%"  # a record has the names
     text = tmp_path / "held.txt"
     text.write_text("the cat sat on the mat and looked at the rain " * 4)
