@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint campaign docs clean
+.PHONY: help setup demo test test-all lint campaign docs site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,8 +41,13 @@ campaign: setup ## kills, faults, fuzz, laws, soak, supply: minutes to hours, re
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[campaign,serve]"
 	@for name in supply laws kills faults fuzz soak; do $(BIN)/python tests/campaigns/$$name.py $(CAMPAIGN) || failed=1; done; exit $${failed:-0}
 
-docs: setup ## the generated parts of README.md and docs/
+docs: setup ## the generated parts of README.md and docs/, and the site in build/site
 	$(BIN)/python docs/generate.py
+	$(MAKE) site
+
+site: setup ## the documentation site in build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open build/site/index.html, or run $(BIN)/mkdocs serve"
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -127,6 +127,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "together wiki-char": partial(tables.together, "wiki-char"),
     "predicted": tables.predicted,
     "parallel": tables.parallel,
+    "harness": tables.harness,
     "bench": tables.bench,
     "kernels": tables.kernels,
     "quality": tables.quality,

@@ -403,3 +403,27 @@ def cost(records: Path) -> str:
     further = ", ".join(f"{name} {value:.1f}" for name, value in paper_cost.further_hours(bench).items())
     text = f"Beside these, which are the paper's, `--scale paper` runs, in H200-hours: {further}."
     return f"{_table(rows)}\n\n{markdown_table(head, body)}\n\n{text}"
+
+
+# ------------------------------------------------------------------------------------------------ harness
+
+
+def harness(records: Path) -> str:
+    """Schedules side by side in lm-evaluation-harness."""
+    found = _load(records, "lm-eval/wiki-bpe")
+    rows = []
+    for entry in found["schedules"]:
+        law = f"spaced:{entry['spacing']}" if "spacing" in entry else f"T = {entry['steps']}"
+
+        def score(task: str, metric: str, form: str = ".2f", of: Mapping[str, Any] = entry["scores"]) -> str:
+            name, _, kind = metric.partition(",")
+            value, error = of[f"relaylm_{task}"][metric], of[f"relaylm_{task}"][f"{name}_stderr,{kind}"]
+            return f"{value:{form}}" + (f" ± {error:{form}}" if isinstance(error, float) else "")
+
+        cells = {"schedule": f"`{entry['schedule']}`, {law}", "choice, accuracy": score("choice", "acc_norm,none")}
+        cells["cloze, accuracy"] = score("cloze", "acc,none")
+        cells["bits per byte"] = score("perplexity", "bits_per_byte,none", ".3f")
+        cells["generation, exact match"] = score("generation", "exact_match,first-word")
+        rows.append({**cells, "error of one estimate": f"{entry['standard_error_median']:.2f}"})
+    samples = max(max(entry["samples"].values()) for entry in found["schedules"])
+    return f"{_table(rows)}\n\nAt most {samples} documents a task, about {found['calls']} calls a likelihood."

@@ -15,7 +15,9 @@ In Python: `register()`, then `lm_eval.simple_evaluate(model="relaylm", model_ar
   what was scored before is given in it.
 - **generate_until** samples with the schedule. Without `do_sample` every call writes the likeliest tokens.
 
-Where a family was trained on rows that begin with a mark, the mark is put in front and given.
+A family that was trained on rows between marks expects one at both ends: without it, the last token of a short row
+would be taken for the end. So rows get a mark in front, and behind a few masked positions, which are not scored, and a
+mark.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from relaylm.sampling.rules import parse_rule
 from relaylm.sampling.sample import choose_spacing, sample
 
 ROWS = 64  # that are worked on together
+AFTER = 16  # masked positions behind a text, where rows end with a mark
 LOG = logging.getLogger("lm_eval.relaylm")  # below lm_eval's logger, whose settings it follows
 
 
@@ -96,7 +99,8 @@ class Scheduled:
         wraps = self.family.meta.get("preset", {}).get("packing") == "wrap"
         mark = wrap_marks(self.tokenizer)[0] if wraps else None
         self.front = [] if mark is None else [mark]
-        self.space = self.family.length - len(self.front)  # tokens of a row
+        self.back = [] if mark is None else [*[self.family.mask_id] * AFTER, mark]
+        self.space = self.family.length - len(self.front) - len(self.back)  # tokens of a row
         self.standard_errors: list[float] = []  # of all log-likelihoods so far, in nats
 
     # -------------------------------------------------------------------------------------------- text to rows
@@ -109,12 +113,18 @@ class Scheduled:
         return before, whole[len(before) :][-self.space :]
 
     def row(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
-        """One row: the mark, as much of what is before as fits, what comes after."""
-        room = self.space - len(after)
-        return [*self.front, *(list(before)[-room:] if room else []), *after]
+        """One row: as much of what is before as fits, what comes after, and the marks."""
+        left = self.space - len(after)
+        return [*self.front, *(list(before)[-left:] if left else []), *after, *self.back]
+
+    def scored(self, rows: Sequence[tuple[list[int], int]]) -> np.ndarray:
+        """Which positions of rows of one length are scored."""
+        ends = len(rows[0][0]) - len(self.back)
+        place = np.arange(len(rows[0][0]))
+        return (place < ends) & (place >= ends - np.array([last for _, last in rows])[:, None])
 
     def windows(self, text: str) -> list[tuple[list[int], int]]:
-        """Rows of a text and how many tokens at the end of each are scored: every token once."""
+        """Rows of a text and how many tokens of each are scored, the last before its end: every token once."""
         ids = self.tokenizer.encode(text, strict=False)
         cuts = [*range(0, len(ids), self.space), len(ids)]
         return [(self.row(ids[:start], ids[start:stop]), stop - start) for start, stop in pairwise(cuts)]
@@ -128,7 +138,7 @@ class Scheduled:
         with progress_bar(what, len(rows), "request", delay=1.0) as bar:
             for part in _same_length([(len(ids), index) for index, (ids, last) in enumerate(rows) if last]):
                 tokens = np.array([rows[index][0] for index in part])
-                free = np.arange(tokens.shape[1]) >= tokens.shape[1] - np.array([rows[i][1] for i in part])[:, None]
+                free = self.scored([rows[index] for index in part])
                 found = continuation_bound(
                     self.models,
                     self.schedule,
@@ -162,8 +172,7 @@ class Scheduled:
         for part in _same_length([(len(ids), index) for index, (ids, last) in enumerate(rows) if last]):
             tokens = torch.tensor([rows[index][0] for index in part], device=self.family.device)
             last = torch.tensor([rows[index][1] for index in part], device=self.family.device)
-            length = tokens.shape[1]
-            masked = torch.arange(length, device=tokens.device) >= length - last[:, None]
+            masked = torch.from_numpy(self.scored([rows[index] for index in part])).to(tokens.device)
             alive = np.arange(len(part))
             while len(alive):
                 wrong, place = self._surest(tokens[alive], masked[alive], last[alive])
@@ -206,7 +215,10 @@ class Scheduled:
     def generate(self, prompts: Sequence[str], tokens: int, stops: Sequence[str], **law: Any) -> list[str]:
         """`tokens` new tokens after each prompt, cut at the first stop; `law` is temperature, top_p and top_k."""
         tokens = min(tokens, self.space - 1)
-        rows = [self.row(self.tokenizer.encode(prompt, strict=False), [-1] * tokens) for prompt in prompts]
+        free = [-1] * min(tokens + len(self.back), self.space)  # what is behind the text is written too, and cut off
+        rows = [self.row(self.tokenizer.encode(prompt, strict=False), free) for prompt in prompts]
+        rows = [[-1 if token == self.family.mask_id else token for token in row] for row in rows]
+        start = -len(free) - len(self.back)
         out = [""] * len(rows)
         for part in _same_length([(len(row), index) for index, row in enumerate(rows)]):
             given = np.array([rows[index] for index in part])
@@ -219,7 +231,7 @@ class Scheduled:
             }
             drawn = sample(self.family, self.schedule, len(part), **where, **law)
             for index, row in zip(part, drawn.tokens):
-                out[index] = self._text(row[-tokens:].tolist(), stops)
+                out[index] = self._text(row[start:].tolist()[:tokens], stops)
         return out
 
     def _text(self, ids: list[int], stops: Sequence[str]) -> str:

@@ -150,7 +150,13 @@ def test_texts_are_those_of_sample_and_end_at_the_first_stop(folder: Path, heavy
 def test_a_mark_is_given_where_the_rows_of_training_had_one() -> None:
     scheduled = harness.Scheduled("wiki-bpe", "light", device="cpu")
     ids = scheduled.tokenizer.encode("The river")
-    assert scheduled.windows("The river") == [([scheduled.tokenizer.eos_id, *ids], len(ids))]
+    mark, masks = scheduled.tokenizer.eos_id, [scheduled.family.mask_id] * harness.AFTER
+    rows = scheduled.windows("The river")
+    assert rows == [([mark, *ids, *masks, mark], len(ids))]
+    assert np.flatnonzero(scheduled.scored(rows)[0]).tolist() == list(range(1, 1 + len(ids)))
+    per_token = scheduled.log_likelihoods(rows, [0], "one")[0, 0] / len(ids)
+    assert -12 < per_token < 0  # the last token is not taken for the end of the row
+    assert len(scheduled.generate(["The river"], 4, [], top_k=1)[0]) > 0
     assert scheduled.schedule.spacing is not None  # the family's own
 
 

@@ -67,7 +67,8 @@ def plan_bound(
     is T, or infinity; a spaced schedule takes none, nor does a rule that finds its own; where models write in blocks
     all of these are a block's. Rules that look at draws, or mask positions again, have no bound and are refused.
     `plan` says which plans to follow instead of those of the seed; what it has as given is not scored."""
-    if rows_NL.ndim != 2 or (rows_NL == mask_id).any() or (rows_NL < 0).any():
+    masks_NL = (rows_NL == mask_id) & (True if plan is None else plan.given_nL < 0)  # a given mask stays one
+    if rows_NL.ndim != 2 or masks_NL.any() or (rows_NL < 0).any():
         raise UserError("a bound needs whole rows of tokens, without masks and free positions")
     if block := next(getattr(model, "block_length", 0) for model in models.values()):
         if plan is not None:

@@ -1,0 +1,101 @@
+"""What is released: the wheel and the source archive, installed; metadata that agree; the site."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import relaylm
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+LARGEST = 120_000_000  # bytes of a wheel
+
+
+def run(*command: str | Path, **options: object) -> str:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
+def test_versions_agree() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == [PROJECT["version"]] == [relaylm.__version__]
+    assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_citation_has_what_the_format_requires() -> None:
+    yaml = pytest.importorskip("yaml", reason="no YAML reader is installed")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= set(citation) and citation["cff-version"] == "1.2.0"
+    assert citation["license"] == PROJECT["license"]
+    for reference in citation["references"]:
+        assert {"type", "title", "authors"} <= set(reference)
+
+
+def test_extras_are_named_and_all_has_them() -> None:
+    extras = PROJECT["optional-dependencies"]
+    (everything,) = extras["all"]
+    named = set(re.search(r"\[(.*)\]", everything).group(1).split(","))  # type: ignore[union-attr]
+    assert named == set(extras) - {"all", "dev", "docs", "mauve", "campaign"}
+    used = set()
+    for path in (ROOT / "relaylm").rglob("*.py"):
+        used |= set(re.findall(r"relaylm\[([a-z-]+)\]", path.read_text(encoding="utf-8")))
+    assert used <= set(extras), used - set(extras)
+
+
+@pytest.mark.slow
+def test_wheel_and_source_archive_install_into_an_empty_environment(tmp_path: Path) -> None:
+    pytest.importorskip("build", reason="build is not installed")
+    pytest.importorskip("setuptools", reason="setuptools is not installed")
+    source = tmp_path / "source"
+    tracked = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
+    for name in tracked:
+        if name.startswith(("relaylm/", "pyproject", "README", "LICENSE")) and (ROOT / name).is_file():
+            target = source / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes((ROOT / name).read_bytes())
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", source)
+    (wheel,), (archive,) = (list((tmp_path / "dist").glob(pattern)) for pattern in ("*.whl", "*.tar.gz"))
+    assert wheel.stat().st_size < LARGEST
+    with zipfile.ZipFile(wheel) as files:
+        names = files.namelist()
+        metadata = Parser().parsestr(files.read(next(n for n in names if n.endswith("METADATA"))).decode())
+    with tarfile.open(archive) as files:
+        assert any(name.endswith("relaylm/models/families/wiki-bpe/family.json") for name in files.getnames())
+    tracked_files = {name for name in tracked if name.startswith("relaylm/") and (ROOT / name).is_file()}
+    assert tracked_files <= set(names), sorted(tracked_files - set(names))
+    assert set(metadata.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
+    assert metadata["Version"] == PROJECT["version"]
+    # `build` makes the wheel from the source archive, so installing it tests both. Torch and its like are lent from
+    # this environment: only relaylm itself is installed.
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=False)
+    python = home / "bin" / "python"
+    (site,) = (home / "lib").glob("python*/site-packages")
+    (site / "lent.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel)
+    assert run(home / "bin" / "relaylm", "--version", cwd=tmp_path).strip() == f"relaylm {PROJECT['version']}"
+    code = "import relaylm; print(relaylm.__file__, *relaylm.sample(relaylm.Family.load('wiki-char'), length=8).texts)"
+    assert str(site) in run(python, "-c", code, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""})
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_asks_no_other_host(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="mkdocs-material is not installed")
+    run(sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site", cwd=ROOT)
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > 10 and (tmp_path / "site" / "player.html").is_file()
+    loads = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*(?:src|href)=[\"']?((?:https?:)?//[^\"'> ]+)")
+    asked = {(page.name, host) for page in pages for host in loads.findall(page.read_text(encoding="utf-8"))}
+    assert not asked
