@@ -131,7 +131,7 @@ def plot_compare(result: Mapping[str, Any], path: str | Path) -> Path:
     left.set_yticks(np.arange(len(rows)), names, fontsize=8)
     reference = result["rows"][0]["schedule"]
     left.set_xlabel(f"log-perplexity less that of {reference}, paired\n(lower is better; 95%; hollow: may be chance)")
-    right.set_xlabel(f"FLOPs saved, %, against\n{result['heavy']} in {result['length']} steps")
+    right.set_xlabel(f"FLOPs saved, %\nto {result['heavy']}, {result['length']} steps")
     for axes in (left, right):
         axes.grid(axis="x", alpha=0.25)
     left.legend(frameon=False, fontsize=8, loc="best")
