@@ -43,9 +43,11 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 def brief(value: Any) -> str:
     """A value as in `repr`, but short and shallow: what a stranger nested or shared a million times takes no time."""
+    if isinstance(value, int) and abs(value) >= 10**99:  # Python refuses to print the largest
+        return "a number of over 99 digits"
     try:
         return _SHORT.repr(value)[:300]
-    except Exception:  # whole numbers of too many digits, a `__repr__` that fails
+    except Exception:  # a `__repr__` that fails
         return f"a {type(value).__name__}"
 
 

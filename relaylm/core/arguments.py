@@ -7,11 +7,12 @@ import inspect
 import math
 from collections.abc import Callable
 from numbers import Integral, Real
-from typing import Any, ParamSpec, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from relaylm.errors import UserError, brief
+
+if TYPE_CHECKING:
+    import numpy as np
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,6 +65,8 @@ def _check(name: str, value: Any) -> None:
 
 def token_rows(given: Any, n: int, length: int | None = None) -> np.ndarray:
     """Token ids, -1 where a position is free, as int64: one row for all, or n rows (of a length)."""
+    import numpy as np  # here, because schedules are read without it
+
     try:
         array = np.asarray(given)
     except (ValueError, RuntimeError, TypeError) as error:  # rows of different lengths, a tensor on a device

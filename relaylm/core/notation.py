@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from relaylm.errors import UserError, meant
+from relaylm.errors import brief as short_repr
 
 LIGHT, HEAVY = "L", "H"
 MAX_DENOMINATOR = 10**18  # keeps every number printable; 1/2**59 takes 57 decimals as a percentage
@@ -78,10 +79,8 @@ def shown(value: object) -> str:
     """A wrong value for an error message, in one short line."""
     if isinstance(value, Fraction) and value >= 0:
         text = share_text(value) if value.denominator <= MAX_DENOMINATOR else f"about {float(value * 100):.6g}%"
-    elif isinstance(value, int) and abs(value) >= 10**99:  # Python refuses to print the largest
-        text = "a number of over 99 digits"
     else:
-        text = repr(value).replace("\n", " ")
+        text = short_repr(value).replace("\n", " ")
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -582,7 +582,7 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(dynamic: bool) -> None
 
 @pytest.mark.parametrize("batch_size", [0, -1])
 def test_batch_sizes_below_one_are_refused(batch_size: int) -> None:
-    with pytest.raises(UserError, match="batch size"):
+    with pytest.raises(UserError, match="batch_size must be"):
         denoise({"a": transformer(5, 4, depth=1, width=8)}, Schedule.parse("a:2"), make_plan(3, 4, 0), mask_id=4,
                 batch_size=batch_size)  # fmt: skip
 
