@@ -277,7 +277,7 @@ def test_messages() -> None:
         grow(FAMILY, ["9b"], 1)
     with pytest.raises(UserError, match="cannot be given"):
         grow(FAMILY, ["heavy"], 1, given=np.full(4, MASK))
-    with pytest.raises(UserError, match="batch size"):
+    with pytest.raises(UserError, match="batch_size must be"):
         grow(FAMILY, ["heavy"], 1, batch_size=0)
 
 
