@@ -71,7 +71,7 @@ def token_rows(given: Any, n: int, length: int | None = None) -> np.ndarray:
         array = np.asarray(given)
     except (ValueError, RuntimeError, TypeError) as error:  # rows of different lengths, a tensor on a device
         raise UserError(f"given must hold whole numbers, in one row or in {n} ({error})") from None
-    fits = array.ndim == 1 or (array.ndim == 2 and len(array) == n)
+    fits = array.ndim == 1 or (array.ndim == 2 and len(array) in (1, n))
     if array.dtype.kind not in "iu" or not fits or not array.size or (length and array.shape[-1] != length):
         where = f"in one row or in {n}" + (f", of {length} positions" if length else "")
         raise UserError(f"given must hold whole numbers, {where}, not {array.dtype} in shape {array.shape}")

@@ -28,6 +28,7 @@ from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.models.family import Family
 from relaylm.models.folder import save_family
 from relaylm.models.tokenizer import Text8Tokenizer
+from relaylm.sampling.denoise import denoise
 from relaylm.sampling.reference import truncation_weight
 from relaylm.studies.paper import document, experiments, mdlm_experiments, reproduce
 from relaylm.studies.paper import numbers as paper
@@ -628,7 +629,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
         return found
 
     calls = []
-    engine_run = experiments.sample.__globals__["denoise"]
+    engine_run = denoise
     monkeypatch.setattr("relaylm.sampling.sample.denoise", lambda *a, **k: calls.append(1) or engine_run(*a, **k))
     monkeypatch.setattr(experiments, "compare", counting)
     again = run(families, tmp_path, names)
