@@ -82,6 +82,7 @@ def imports() -> dict[str, str]:
     return found
 
 
+CALLED = {"mauve": "mauve-text"}  # packages of another name than their module, where they are not installed
 BROUGHT = {"jinja2": "torch", "triton": "torch"}  # what a declared package requires itself, where it can use it
 
 
@@ -99,7 +100,7 @@ def undeclared() -> dict[str, str]:
         absent = module not in packages  # on a machine without a GPU, or planted by a test
         if module in by or (absent and (module in BROUGHT or file.startswith("tests"))):
             continue
-        if not {normal(name) for name in packages.get(module, [module])} & known:
+        if not {normal(name) for name in packages.get(module, [CALLED.get(module, module)])} & known:
             missing[module] = file
     return missing
 
