@@ -346,7 +346,7 @@ def judges(records: Path) -> str:
 def serving(records: Path) -> str:
     """A server under load."""
     found = _load(records, "serve/cpu")
-    full, memory = found["saturation"], found["memory"]
+    full, memory = found["saturation"], _load(records, "serve/memory")["memory"]
     speed, spent = full["rows_per_second"], full["processor_seconds_per_row"]
     rows = [
         {
