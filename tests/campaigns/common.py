@@ -53,7 +53,7 @@ class Campaign:
         self.failures: list[dict[str, Any]] = kept.get("failures", [])
         self.details: dict[str, Any] = kept.get("details", {})
         self.seconds: float = kept.get("seconds", 0.0)
-        self.began = time.monotonic()
+        self.began = self.kept = time.monotonic()
         print(f"{name}: seed {self.seed}, {self.size} cases, {self.done} done", flush=True)
 
     def wanted(self, kinds: list[str]) -> list[str]:
@@ -70,7 +70,7 @@ class Campaign:
                 return
             yield self.done
             self.done += 1
-            if self.done % 10 == 0:
+            if time.monotonic() - self.kept > 2:
                 self._keep()
 
     def fail(self, case: Any, why: str) -> None:
@@ -115,6 +115,7 @@ class Campaign:
         new = self.partial.with_suffix(".tmp")
         new.write_text(json.dumps(state))
         os.replace(new, self.partial)
+        self.kept = time.monotonic()
 
 
 # --------------------------------------------------------------------------------------------------- running commands

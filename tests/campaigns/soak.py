@@ -1,7 +1,7 @@
 """Soak: mixed requests to a server for so many seconds, some of them broken, some given up half-way; between stretches
 the server is killed and started again. Its memory and open files must stay flat, the same request must always have the
 same answer, and no request may end in a server error. Linux, for /proc.
-Example: python tests/campaigns/soak.py --size 3600"""
+Example: python tests/campaigns/soak.py --size 3600 (--pause: milliseconds that each client waits between requests)"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.campaigns.common import Campaign
 
-STRETCHES, CLIENTS = 4, 3
+STRETCHES, CLIENTS, PAUSE = 4, 3, 100
 SLACK_MB, SLACK_FILES = 30, 8
 FIXED = {"prompt": "the history of ", "max_tokens": 8, "seed": 7, "steps": 4}
 BROKEN = (b"", b"{", b"[]", b'{"n": -1}', b'{"prompt": 5}', b'{"steps": 1e99}', b"\xff\xfe", b'{"schedule": "L9% H"}')
@@ -104,6 +104,7 @@ def stretch(campaign: Campaign, server: Server, seconds: float, number: int) -> 
     def client(which: int) -> None:
         rng = random.Random(f"{campaign.seed} {number} {which}")
         while time.monotonic() < until:
+            time.sleep(campaign.options.pause / 1000)
             try:
                 came = request(server, rng)
             except (OSError, http.client.HTTPException) as error:
@@ -134,7 +135,7 @@ def stretch(campaign: Campaign, server: Server, seconds: float, number: int) -> 
 
 
 def main(argv: list[str] | None = None) -> int:
-    campaign = Campaign("soak", __doc__ or "", 120, argv, stretches=STRETCHES)
+    campaign = Campaign("soak", __doc__ or "", 120, argv, stretches=STRETCHES, pause=PAUSE)
     stretches = campaign.options.stretches
     seconds, campaign.size = campaign.size, stretches
     answer = None
@@ -154,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
             server.kill()  # with a request under way
         busy.join()
         campaign.counts["kills"] += 1
-    return campaign.finish(seconds_asked=seconds, clients=CLIENTS)
+    return campaign.finish(seconds_asked=seconds, clients=CLIENTS, pause_ms=campaign.options.pause)
 
 
 def swallow(server: Server) -> None:
