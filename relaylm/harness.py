@@ -84,7 +84,7 @@ class Scheduled:
         bound = Schedule.parse(str(schedule)).bind(*self.family.roles(light, heavy))
         self.family.check_names(bound.models)
         self.rule = None if rule is None else parse_rule(str(rule))
-        own = self.family.meta.get("spacing") if self.rule is None else None
+        own = self.family.spacing(self.family.length) if self.rule is None else None
         chosen, left = choose_spacing(bound, steps, spacing, False, self.family.length, own)
         assert isinstance(chosen, Schedule)
         adaptive = self.rule is not None and self.rule.adaptive

@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> tools.Result:
     """Measure the table, show it, and name spacings."""
     import numpy as np
 
+    from relaylm.core import pairs as predicted
     from relaylm.core.spacing import expected_calls, spread_over
     from relaylm.measure import pairs
     from relaylm.measure.estimate import announce_calls
@@ -51,22 +52,22 @@ def run(args: argparse.Namespace) -> tools.Result:
         family[name], rows, family.mask_id, seed=args.seed, device=family.device, name=name,
         source="samples" if args.samples else "text", progress=True,
     )  # fmt: skip
-    default = pairs.default_spacing(table, length)
+    default = predicted.default_spacing(table, length)
     chosen = {"as good as T = L": default}
     if args.max_loss is not None:
-        chosen[f"loss at most {args.max_loss:g}"] = pairs.smallest_spacing(table, length, args.max_loss)
+        chosen[f"loss at most {args.max_loss:g}"] = predicted.smallest_spacing(table, length, args.max_loss)
     if args.calls is not None:
         chosen[f"at most {args.calls} calls"] = spread_over(args.calls, length)
     found = {
         label: {
             "spacing": str(spacing),
             "calls": expected_calls(length, spacing),
-            "predicted_loss": pairs.spacing_loss(table, spacing, length),
+            "predicted_loss": predicted.spacing_loss(table, spacing, length),
         }
         for label, spacing in chosen.items()
     }
     tools.show(args, pairs.render(table) + "\n\n" + pairs.render_choices(found))
-    result = {**table.to_json(), "length": length, "uniform_loss": pairs.uniform_loss(table, length, length)}
+    result = {**table.to_json(), "length": length, "uniform_loss": predicted.uniform_loss(table, length, length)}
     about = {"family": {"name": family.name, "digest": family.digest}}
     result = tools.with_provenance({**about, **result, "choices": found}, family, args)
     if args.keep and family.stored is not None:

@@ -1,21 +1,13 @@
-r"""How much positions know of each other, by distance and by time; and what writing them together costs.
+r"""How much positions know of each other, by distance and by time.
 
-A call that writes a set S of positions draws each from its own conditional distribution, so it loses the total
-correlation of S given what stands. To first order that is the sum over pairs of S of their mutual information given the
-rest. For two masked positions p and q of a row in which a share t of the positions is masked,
+For two masked positions p and q of a row in which a share t of the positions is masked,
 
     I(p; q | z)  =  E_{x_p}  KL( p(x_q | z, x_p)  ||  p(x_q | z) ),
 
 which takes two network calls: one on z, one on z with x_p written. With x_p from text it is measured on text; with rows
 that the model itself wrote it is measured on the model's own trajectories, since at T = infinity the masked positions
-of a trajectory are a uniformly random set, whatever the tokens.
-
-`PairTable` keeps the mean by distance and share. The **predicted loss** of a way to write rows is the sum of the table
-over all pairs that are written together, in nats for one position:
-
-    loss  =  1/L  E_plan  sum over calls c  sum over pairs {p, q} of S_c  of  I(|p - q|, t_c),
-
-where t_c is the masked share before the call. It is relative to one position at a time, whose loss is 0.
+of a trajectory are a uniformly random set, whatever the tokens. `core.pairs` has the table of the means, and what it
+predicts of writing positions together.
 
 Shapes: N rows, L positions, B rows of a call, K masked positions asked for, V vocabulary, S shares, D bins of distance.
 """
@@ -23,104 +15,24 @@ Shapes: N rows, L positions, B rows of a call, K masked positions asked for, V v
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from relaylm.core.pairs import PairTable, default_spacing
 from relaylm.core.plan import uniforms
 from relaylm.core.schedule import Spacing
-from relaylm.core.spacing import spaced_calls
 from relaylm.errors import UserError
 from relaylm.files import read_object, write_json
 from relaylm.models.compat import check_whole
-from relaylm.models.family import Family
 from relaylm.models.folder import MANIFEST, PAIRS
 from relaylm.progress import progress_bar
 from relaylm.tables import table as text_table
 
 SHARES = (0.02, 0.1, 0.25, 0.45, 0.65, 0.85, 0.98)
-PLANS = 48  # plans over which predicted losses are averaged
 _CELLS = 1 << 26  # logits that are in memory at once, at most
-
-
-@dataclass(frozen=True)
-class PairTable:
-    """Mutual information of two masked positions in nats, by masked share (rows) and distance (columns)."""
-
-    shares_S: np.ndarray
-    edges_D: np.ndarray
-    """The smallest distance of each bin, from 1 up; the last bin has no end."""
-    nats_SD: np.ndarray
-    error_SD: np.ndarray
-    """Standard errors of the means over rows."""
-    rows: int
-    model: str
-    source: str
-    """`text` or `samples`."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` reads them back."""
-        return {
-            "kind": "pairs",
-            "model": self.model,
-            "source": self.source,
-            "rows": self.rows,
-            "shares": self.shares_S.tolist(),
-            "distances": self.edges_D.tolist(),
-            "nats": self.nats_SD.tolist(),
-            "error": self.error_SD.tolist(),
-        }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> PairTable:
-        """The table that `to_json` gave; a UserError if it is not one."""
-        try:
-            table = PairTable(
-                np.asarray(value["shares"], dtype=np.float64),
-                np.asarray(value["distances"], dtype=np.int64),
-                np.asarray(value["nats"], dtype=np.float64),
-                np.asarray(value["error"], dtype=np.float64),
-                int(value["rows"]),
-                str(value["model"]),
-                str(value["source"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"this is no table of pairs: {type(error).__name__} {str(error)[:60]}") from None
-        shape = (len(table.shares_S), len(table.edges_D))
-        rising = all(len(x) and (np.diff(x) > 0).all() for x in (table.shares_S, table.edges_D))
-        if table.nats_SD.shape != shape or table.error_SD.shape != shape or not rising or table.edges_D[0] != 1:
-            raise UserError("this is no table of pairs: shares and distances must rise and match the values")
-        if not np.isfinite(table.nats_SD).all():
-            raise UserError("this is no table of pairs: values must be finite")
-        return table
-
-    def loss(self, call_nL: np.ndarray) -> float:
-        """Predicted loss in nats a position of rows whose position l is written by call `call_nL[:, l]` (0: given)."""
-        return float((self.counts(call_nL) * self.nats_SD).sum() / max(1, int((call_nL > 0).sum())))
-
-    def counts(self, call_nL: np.ndarray) -> np.ndarray:
-        """Pairs that are written together, (S, D): by distance, and by masked share between the two nearest of the
-        table's shares."""
-        bins_L = np.searchsorted(self.edges_D, np.arange(call_nL.shape[1]), side="right") - 1
-        out = np.zeros(self.nats_SD.shape)
-        for call_L in call_nL:
-            order = np.argsort(call_L, kind="stable")
-            order = order[call_L[order] > 0]  # by call, positions rising
-            call = call_L[order]
-            sizes = np.bincount(call)[1:]
-            left = sizes.sum() - np.concatenate([[0], np.cumsum(sizes)[:-1]])
-            at_C = np.interp(left / call_nL.shape[1], self.shares_S, np.arange(len(self.shares_S)))
-            for lag in range(1, int(sizes.max(initial=1))):  # the lag-th next position of the same call
-                same = np.flatnonzero(call[lag:] == call[:-lag])
-                bins = bins_L[order[same + lag] - order[same]]
-                at = at_C[call[same] - 1]
-                low = np.minimum(at.astype(np.int64), max(0, len(self.shares_S) - 2))
-                np.add.at(out, (low, bins), 1 - (at - low))
-                np.add.at(out, (np.minimum(low + 1, len(self.shares_S) - 1), bins), at - low)
-        return out
 
 
 def distance_bins(length: int) -> np.ndarray:
@@ -204,15 +116,6 @@ def _filled(mean_SD: np.ndarray, there_SD: np.ndarray) -> np.ndarray:
     return out
 
 
-# ------------------------------------------------------------------------------------------------ of a family
-
-
-def family_pairs(family: Family) -> PairTable | None:
-    """The table that a family in a folder carries; None if it has none."""
-    file = None if family.stored is None else family.stored.folder / PAIRS
-    return None if file is None or not file.exists() else PairTable.from_json(read_object(file))
-
-
 def keep_pairs(folder: Path, table: PairTable) -> Spacing:
     """Keep a table in the folder of a family, and make the spacing that is predicted to lose no more than T = L uniform
     steps its default, which is returned."""
@@ -221,52 +124,6 @@ def keep_pairs(folder: Path, table: PairTable) -> Spacing:
     write_json(folder / PAIRS, table.to_json())
     write_json(folder / MANIFEST, {**manifest, "meta": {**manifest.get("meta", {}), "spacing": str(spacing)}})
     return spacing
-
-
-# ------------------------------------------------------------------------------------------------ predictions
-
-
-def _plans(length: int, seed: int = 0) -> np.ndarray:
-    return uniforms(seed, np.arange(PLANS), length)
-
-
-def spacing_loss(table: PairTable, spacing: Spacing, length: int) -> float:
-    """Predicted loss of a spacing, nats a position."""
-    u_nL = _plans(length)
-    return table.loss(spaced_calls(u_nL, np.ones_like(u_nL, dtype=bool), spacing))
-
-
-def uniform_loss(table: PairTable, steps: int, length: int) -> float:
-    """Predicted loss of T uniform steps, nats a position."""
-    step_nL = np.ceil(_plans(length) * steps).astype(np.int64)
-    # Calls are numbered from the masked end, steps without a position left out.
-    _, call = np.unique(-step_nL, return_inverse=True)
-    return table.loss(_dense(call.reshape(step_nL.shape)))
-
-
-def _dense(key_nL: np.ndarray) -> np.ndarray:
-    """Keys as numbers from 1 up without gaps, row by row."""
-    return np.stack([np.unique(key_L, return_inverse=True)[1].reshape(-1) + 1 for key_L in key_nL])
-
-
-def smallest_spacing(table: PairTable, length: int, most: float, form: str = "sets") -> Spacing:
-    """The smallest distance whose predicted loss is at most `most` nats a position; the length if there is none."""
-    low, high = 1, length
-    while low < high:
-        middle = (low + high) // 2
-        if spacing_loss(table, Spacing(middle, form), length) <= most:
-            high = middle
-        else:
-            low = middle + 1
-    return Spacing(low, form)
-
-
-def default_spacing(table: PairTable, length: int) -> Spacing:
-    """The smallest spacing that is predicted to lose no more than T = L uniform steps."""
-    return smallest_spacing(table, length, uniform_loss(table, length, length))
-
-
-# ------------------------------------------------------------------------------------------------ for readers
 
 
 def render(table: PairTable) -> str:

@@ -12,18 +12,30 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from relaylm.core.schedule import Schedule
+from relaylm.core.schedule import Schedule, Spacing
 from relaylm.errors import UserError
-from relaylm.files import read_bytes
+from relaylm.files import read_bytes, read_object
 from relaylm.models.compat import check_known, check_models, other_spelling, pick_device, pick_dtype, place
 from relaylm.models.denoiser import Denoiser, Transformer
-from relaylm.models.folder import CARD, HELDOUT, MANIFEST, load_network, read_manifest, refuse_pickles, save_family
+from relaylm.models.folder import (
+    CARD,
+    HELDOUT,
+    MANIFEST,
+    PAIRS,
+    load_network,
+    read_manifest,
+    refuse_pickles,
+    save_family,
+)
 from relaylm.models.load import locate, on_disk
 from relaylm.models.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from relaylm.core.pairs import PairTable
 
 
 @dataclass(frozen=True)
@@ -156,6 +168,26 @@ class Family:
         """A text that came with the family and that it was not trained on (heldout.txt in its folder)."""
         path = None if self.folder is None else self.folder / HELDOUT
         return path if path is not None and path.is_file() else None
+
+    @cached_property
+    def pairs(self) -> PairTable | None:
+        """The heavy model's table of pairs, where its folder has one."""
+        from relaylm.core.pairs import PairTable
+
+        path = None if self.folder is None else self.folder / PAIRS
+        return PairTable.from_json(read_object(path)) if path is not None and path.is_file() else None
+
+    def spacing(self, length: int) -> Spacing | None:
+        """The spacing that rows of `length` positions are written with by default: the family's own, and for shorter
+        rows a smaller one where its table of pairs predicts no more loss than in as many uniform steps as positions."""
+        if self.meta.get("spacing") is None:
+            return None
+        own = Spacing.parse(self.meta["spacing"])
+        if length >= self.length or self.pairs is None:
+            return own
+        from relaylm.core.pairs import default_spacing
+
+        return min(own, default_spacing(self.pairs, length, own.form), key=lambda spacing: spacing.distance)
 
     @property
     def digest(self) -> str | None:

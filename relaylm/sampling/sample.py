@@ -119,7 +119,7 @@ def choose_spacing(
     spacing: str | int | Spacing | None,
     spread: bool,
     length: int,
-    default: str | None,
+    default: Spacing | None,
 ) -> tuple[Policy | Schedule, float | None]:
     """The policy with the spacing that was asked for, and the steps that are left. `spread` asks for the spacing that
     takes about `steps` calls; `default` is the family's own, for schedules in shares without steps."""
@@ -223,8 +223,8 @@ def settle(
         given = checked_given(given, n, family.length)
         if given.max() >= family.vocab_size:
             raise UserError(f"token {given.max()} is given, but the family knows ids 0 to {family.vocab_size - 1} only")
-    default = family.meta.get("spacing") if rule is None and alpha == LINEAR else None
     width = family.block_length or given.shape[-1]  # positions that one run of the sampler writes
+    default = family.spacing(width) if rule is None and alpha == LINEAR else None
     policy, steps = choose_spacing(policy, steps, spacing, spread, width, default)
     free_form = isinstance(policy, Schedule) and (policy.steps is not None or policy.spacing is not None)
     if steps is None and not free_form and not (rule is not None and rule.adaptive):
@@ -311,7 +311,7 @@ def sample(
     smallest and largest model unless `light` and `heavy` say otherwise. `steps` is T, or infinity. `spacing` (16, or
     "16:prefix") lets a call write positions that are at least so far apart, instead of steps; `spread` chooses it so
     that about `steps` calls are made. Without any of these: the schedule's own count, else the family's own spacing
-    where it has one, else as many steps as positions. What is given never changes: a `prompt` at the front, a
+    for this length, else as many steps as positions. What is given never changes: a `prompt` at the front, a
     `suffix` at the end, an `infill` text with the tokenizer's blanks (one `_` per free position), or an array `given`
     of token ids with -1 at free positions. `temperature`, `top_p` and `top_k` change the law of the samples and are off
     by default. `rule` is a decoding rule (`relaylm.sampling.rules`), with which `temperature` may be 0 (the likeliest

@@ -27,7 +27,6 @@ from relaylm.measure import prices as pricing
 from relaylm.measure.estimate import announce, announce_calls
 from relaylm.measure.evaluate import Workers, given_rows, open_store
 from relaylm.measure.judge import load_judge
-from relaylm.measure.pairs import family_pairs
 from relaylm.search.evolve import Evolve
 from relaylm.search.exhaustive import Exhaustive
 from relaylm.search.space import SLACK, Problem
@@ -135,7 +134,7 @@ def search(
     each = _densities(DENSITIES if densities is None else densities)
     problem = Problem(family, trials, light, heavy, names, total, segments, each, unit, prices, free_n)
     if method == "tune":
-        problem.pairs = family_pairs(family)
+        problem.pairs = family.pairs
         if problem.pairs is None:
             problem.notes.append("no table of pairs (relaylm pairs --keep), so spaced plans were left out")
     if progress and cluster is None and unit == "flops":

@@ -44,8 +44,8 @@ from scipy.linalg import cho_factor, cho_solve, cholesky, solve_triangular
 from scipy.optimize import minimize_scalar
 
 from relaylm.core.cost import Price, mean_price
+from relaylm.core.pairs import PairTable
 from relaylm.core.schedule import Schedule, Segment
-from relaylm.measure.pairs import PairTable
 from relaylm.search.trials import Trials
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ loss against all-heavy in T uniform steps, in nats a position, has two parts tha
     loss(c, D)  =  [bound of c, one position at a time]  +  pairs(D)  -  [bound of all-heavy in T steps].
 
 The first is a sum over segments, from the table of likelihood bounds by model and masked share. The second is what the
-family's table of pairs says of writing positions together (`measure.pairs`). For each distance of a ladder the segments
+family's table of pairs says of writing positions together (`core.pairs`). For each distance of a ladder the segments
 are allocated exactly (`space.best`); the best of all distances are candidates, to be measured like any other.
 
 Shapes: S segments, K models, D distances, E calls of the plans.
@@ -23,8 +23,8 @@ from itertools import pairwise
 import numpy as np
 
 from relaylm.core.cost import SPACED_PLANS, spaced_sizes
+from relaylm.core.pairs import spacing_loss
 from relaylm.core.schedule import Schedule, Segment, Spacing
-from relaylm.measure.pairs import spacing_loss
 from relaylm.measure.rivals import one_model, steps_within
 from relaylm.measure.schedule_likelihood import BoundTable, ScheduleBound, schedule_bound, step_costs
 from relaylm.search.space import SLACK, Problem, best

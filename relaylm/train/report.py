@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from relaylm.core.pairs import default_spacing
 from relaylm.files import read_json, write_json
 from relaylm.measure.likelihood import spread_rows
-from relaylm.measure.pairs import default_spacing, measure_pairs
+from relaylm.measure.pairs import measure_pairs
 from relaylm.models.denoiser import Transformer
 from relaylm.models.family import Family
 from relaylm.models.folder import PAIRS

@@ -10,9 +10,9 @@ import pytest
 
 from relaylm.cli.sample import splits_words
 from relaylm.cli.tools import default_family
+from relaylm.core.pairs import default_spacing
 from relaylm.core.schedule import Spacing
 from relaylm.measure.likelihood import bound, causal_bound, held_out, spread_rows
-from relaylm.measure.pairs import PairTable, default_spacing
 from relaylm.models.family import Family
 from relaylm.models.load import BUNDLED, bundled
 from relaylm.models.tokenizer import Text8Tokenizer
@@ -60,13 +60,14 @@ def test_wiki_bpe_is_the_default_and_writes_with_its_own_spacing(monkeypatch: py
     sizes = [file.stat().st_size for file in (BUNDLED / "wiki-bpe").rglob("*.safetensors")]
     assert sum(sizes) <= 92_000_000 and max(sizes) <= 16_000_000
     assert family.heldout is not None and family.heldout.stat().st_size <= 1_000_000
-    table = PairTable.from_json(json.loads((BUNDLED / "wiki-bpe" / "pairs.json").read_text()))
-    spacing = Spacing.parse(family.meta["spacing"])
-    assert spacing.distance <= default_spacing(table, family.length).distance
+    assert family.pairs is not None and family.spacing(512) == Spacing(40)
+    assert default_spacing(family.pairs, family.length).distance >= 40
+    short = default_spacing(family.pairs, 24)  # for short rows, what the table says
+    assert family.spacing(24) == short and short.distance < 10 and family.spacing(384) == Spacing(40)
     assert splits_words(family.tokenizer, "The history of ") and not splits_words(family.tokenizer, "The history of")
     assert not splits_words(Text8Tokenizer(), "the history of ")
     samples = sample(family, "light", prompt="The history of", length=24)
-    assert samples.law == str(spacing) and samples.texts[0].startswith("The history of")
+    assert samples.law == str(short) and samples.texts[0].startswith("The history of")
 
 
 def test_wiki_bpe_is_as_good_as_its_card_says() -> None:

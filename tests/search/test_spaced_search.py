@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from search_oracle import small_family
 
+from relaylm.core.pairs import PairTable, default_spacing, spacing_loss
 from relaylm.core.schedule import Schedule, Spacing
 from relaylm.errors import UserError
 from relaylm.measure.judge import load_judge, log_perplexity, score
-from relaylm.measure.pairs import PairTable, default_spacing, family_pairs, keep_pairs, spacing_loss
+from relaylm.measure.pairs import keep_pairs
 from relaylm.measure.prices import prices
 from relaylm.measure.schedule_likelihood import BoundTable, measure_table, schedule_bound
 from relaylm.models.family import Family
@@ -105,10 +106,10 @@ def test_scores_of_spaced_schedules_are_those_of_independent_runs(problem: Probl
 def test_a_family_keeps_its_table_and_a_search_uses_it(family: Family, tmp_path: Path) -> None:
     folder = tmp_path / "f"
     save_family(folder, family.models, family.tokenizer, length=LENGTH, judge=family.judge)  # type: ignore[arg-type]
-    assert family_pairs(Family.load(folder)) is None
+    assert Family.load(folder).pairs is None
     spacing = keep_pairs(folder, TABLE)
     stored = Family.load(folder)
-    kept = family_pairs(stored)
+    kept = stored.pairs
     assert kept is not None and kept.to_json() == TABLE.to_json()
     assert spacing == default_spacing(TABLE, LENGTH) and stored.meta["spacing"] == str(spacing)
     text = np.random.default_rng(0).integers(0, 27, (8, LENGTH))

@@ -20,10 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaylm.cli import main as cli
+from relaylm.core.pairs import PairTable, default_spacing
 from relaylm.core.schedule import Timetable
 from relaylm.errors import UserError
 from relaylm.measure.likelihood import bound, causal_bound, held_out, spread_rows
-from relaylm.measure.pairs import PairTable, default_spacing
 from relaylm.models.denoiser import Architecture, FromLogits
 from relaylm.models.family import Family
 from relaylm.models.text import wrapped_rows

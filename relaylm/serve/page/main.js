@@ -87,8 +87,7 @@ function openFamily(found) {
   for (const rule of rules) make("option", $("rule"), "", rule).value = rule;
   $("heavy-name").textContent = heavy;
   $("schedule").value = models.length > 1 ? "sandwich:50%" : "heavy";
-  const distance = /^(?:spaced:)?(\d+)(:prefix)?/.exec(spacing ?? "");
-  setPace(distance?.[2] ? "prefix" : "spacing", distance?.[1] ?? 16);
+  setPace(spacing ? "own" : "spacing", 16);
 }
 
 function showMode() {
@@ -135,10 +134,11 @@ async function plan() {
     if (asked.prompt?.length > 2000) delete asked.prompt; // an address has its limits
     const found = await get("v1/schedule", asked);
     if (asked.schedule !== schedule()) return; // it was edited again in the meantime
-    const { calls, flops, saved, length } = found, reference = family.relaylm.heavy + " alone in " + length + " steps";
+    const { calls, flops, saved, length, law } = found, reference = family.relaylm.heavy + " alone in " + length + " steps";
     const made = calls && Math.round(Object.values(calls).reduce((a, b) => a + b, 0));
     $("plan").textContent = [
       made ? "about " + made + " calls for " + length + " positions" : length + " positions",
+      law,
       flops && amount(flops, "FLOP"),
       saved > 0.0005 && (100 * saved).toFixed(1) + "% saved against " + reference,
     ].filter(Boolean).join(" · ");

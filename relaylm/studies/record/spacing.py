@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from relaylm.core.pairs import PairTable, default_spacing, spacing_loss, uniform_loss
 from relaylm.core.schedule import Schedule, Spacing
 from relaylm.errors import UserError
 from relaylm.files import write_json
 from relaylm.measure import metrics
 from relaylm.measure.likelihood import held_out, spread_rows
-from relaylm.measure.pairs import PairTable, default_spacing, measure_pairs, spacing_loss, uniform_loss
+from relaylm.measure.pairs import measure_pairs
 from relaylm.measure.plan_likelihood import plan_bound
 from relaylm.measure.provenance import how_made
 from relaylm.models.family import Family
