@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,8 @@ class Host:
         self.families, self.limits, self.created = families, limits or Limits(), int(time.time())
         self.metrics_of = Metrics()
         rows, queue = self.limits.max_rows, self.limits.max_queue
-        self.scheduler = Scheduler(self._engine, rows, queue, on_call=self.metrics_of.call)
+        ahead = int(any(family.device.type == "cuda" for family in families.values()))
+        self.scheduler = Scheduler(self._engine, rows, queue, on_call=self.metrics_of.call, ahead=ahead)
         self.thread = threading.Thread(target=self.scheduler.work, name="relaylm-calls", daemon=True)
 
     def start(self) -> None:
@@ -163,8 +165,10 @@ class Host:
             assert ask.seed is not None
             plan = make_plan(ask.n, length, ask.seed, request.given, first_row=number * ask.n)
             part = Part(request, None, number * ask.n, plan.given_nL.copy(), plan, request.policy, request.heavy)  # type: ignore[arg-type]
+            # Without a stream and without probabilities nobody wants the events one by one.
+            quiet = not ask.stream and ask.logprobs is None
             hooks: dict[str, Any] = {
-                "emit": lambda event, part=part: put(part, event),
+                "emit": partial(note_tokens, family, part) if quiet else partial(put, part),
                 "ended": lambda error, part=part: put(part, error),
                 "deadline": deadline,
             }
@@ -217,7 +221,7 @@ def start_event(name: str, family: Family, ask: Ask, parts: list[Part]) -> dict[
     first, given = parts[0], []
     for part in parts:
         given_L = part.job.plan.given_nL[0]
-        pieces = row_pieces(family, given_L)
+        pieces = row_pieces(family, given_L) if (given_L >= 0).any() else [None] * len(given_L)
         texts = [None if token < 0 else piece for token, piece in zip(given_L.tolist(), pieces, strict=True)]
         given += [texts] * ask.n
     cost = None
@@ -240,11 +244,17 @@ def start_event(name: str, family: Family, ask: Ask, parts: list[Part]) -> dict[
     }
 
 
+def note_tokens(family: Family, part: Part, event: Event) -> None:
+    """Write a row's call into its tokens; -1 where a rule masked a position again."""
+    tokens_L = part.tokens_nL[event.row]
+    tokens_L[event.positions] = event.tokens
+    tokens_L[tokens_L == family.mask_id] = -1
+
+
 def written_event(family: Family, part: Part, event: Event, ask: Ask) -> dict[str, Any]:
     """One row's call. A position that a rule masked again has no text and no probability."""
-    mask, tokens_L = family.mask_id, part.tokens_nL[event.row]
-    tokens_L[event.positions] = event.tokens
-    tokens_L[tokens_L == mask] = -1
+    mask = family.mask_id
+    note_tokens(family, part, event)
     pieces = pieces_of(family, np.array(event.tokens))
     scores: Sequence[float | None] = event.logprobs or [None] * len(pieces)
     masked = [token == mask for token in event.tokens]

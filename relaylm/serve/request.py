@@ -11,6 +11,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -269,11 +270,17 @@ def settled(family: Family, ask: Ask, prompt: str | None) -> Request:
         raise bad(str(error)) from None
 
 
+@lru_cache(maxsize=64)
+def _parameters(model: Any) -> int | None:
+    return sum(p.numel() for p in model.parameters()) if hasattr(model, "parameters") else None
+
+
 def describe_models(family: Family) -> list[dict[str, Any]]:
     """Name, size and colour of each model of a family, from light to heavy."""
     found = []
-    for rank, (name, model) in enumerate(family.models.items()):
-        parameters = sum(p.numel() for p in model.parameters()) if hasattr(model, "parameters") else None
+    models: dict[str, Any] = dict(family.models)
+    for rank, (name, model) in enumerate(models.items()):
+        parameters = _parameters(model)
         blocks = getattr(model, "depth", None)
         found.append({"name": name, "blocks": blocks, "parameters": parameters, "colour": colour_of(rank)})
     return found

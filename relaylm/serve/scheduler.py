@@ -13,6 +13,9 @@ times between two of its calls. Rows wait for a place in order of their tags: th
 had arrived i rows later, so a request of one row does not wait for all of a large one, and a request that arrives after
 a row's turn cannot overtake it.
 
+**Ahead of the device.** What a call writes is fetched once the next `ahead` calls are launched, so a GPU does not wait
+for the host. Which rows come next is known from their plans.
+
 **Decoding rules** that look at the network choose what to write after each call, in a loop of their own
 (`relaylm.sampling.confidence`). Such a request is one unit here: its calls take turns with those of others.
 
@@ -27,17 +30,20 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from relaylm.core.cost import Cost
 from relaylm.core.plan import Events, Plan
 from relaylm.errors import UserError
-from relaylm.sampling.engine import Engine, settings
+from relaylm.sampling.engine import Engine, Shape, settings
 from relaylm.sampling.law import Law
 from relaylm.sampling.queue import call_shapes, pack
 from relaylm.sampling.result import Event
@@ -120,6 +126,21 @@ class _Row:
             self.kind = (job.lane, int(job.model_E[self.next]), job.shapes[job.shape_E[self.next]])
 
 
+@dataclass(eq=False)
+class _Launched:
+    """A call of rows that want the same, and what it will have written."""
+
+    rows: list[_Row]
+    events: list[int]  # of each row
+    positions: list[np.ndarray]
+    model: int
+    shape: Shape
+    lane: _Lane
+    written: tuple[Tensor, Tensor]  # tokens and log-probabilities
+    ready: Any  # an event of the device, or None
+    began: float
+
+
 @dataclass
 class Made:
     """A call that was made, for the metrics."""
@@ -142,6 +163,7 @@ class Scheduler:
     max_queue: int = 256
     clock: Callable[[], float] = time.monotonic
     on_call: Callable[[Made], None] = lambda made: None
+    ahead: int = 0  # calls that are launched before what one wrote is fetched
     lanes: dict[LaneKey, _Lane] = field(default_factory=dict)
     active: list[_Row] = field(default_factory=list)
     waiting: list[tuple[int, int, _Row]] = field(default_factory=list)  # a heap by tag
@@ -153,6 +175,7 @@ class Scheduler:
     def __post_init__(self) -> None:
         self.changed = threading.Condition()
         self._order = count()
+        self._launched: deque[_Launched] = deque()
 
     # -------------------------------------------------------------------------------- from any thread
 
@@ -205,7 +228,7 @@ class Scheduler:
         """Make calls as long as there is something to do; wait for more until closed."""
         while True:
             with self.changed:
-                while not self.active and not self.waiting:
+                while not (self.active or self.waiting or self._launched):
                     if self.closing:
                         return
                     self.changed.wait()
@@ -216,17 +239,30 @@ class Scheduler:
         self._leave()
         self._join()
         if not self.active:
-            return False
+            return self._fetch(0)
         self.calls += 1
         rows = self._choose()
         try:
             if rows[0].job.events is None:
                 self._run_rule(rows[0])
             else:
-                self._run(rows)
+                self._launch(rows)
         except Exception as error:
             self._fail(rows, error)
+        self._fetch(self.ahead)
         return True
+
+    def _fetch(self, most: int) -> bool:
+        """Pass on what calls wrote until at most so many are under way; False if there were none."""
+        any_there = bool(self._launched)
+        while len(self._launched) > most:
+            call = self._launched.popleft()
+            try:
+                self._deliver(call)
+            except Exception as error:
+                self._fail(call.rows, error)
+                call.lane.engine.release()
+        return any_there
 
     def _fail(self, rows: list[_Row], error: Exception) -> None:
         """A call that fails ends its own requests and nothing else."""
@@ -298,8 +334,8 @@ class Scheduler:
             first = full
         return first[: first[0].job.batch]
 
-    def _run(self, rows: list[_Row]) -> None:
-        """One call of rows that want the same."""
+    def _launch(self, rows: list[_Row]) -> None:
+        """One call of rows that want the same. They go on to their next events at once."""
         lane, (_, model, shape) = rows[0].lane, rows[0].kind
         assert lane is not None
         counts, parts, times, total = [], [], [], 0
@@ -318,26 +354,39 @@ class Scheduler:
         began = self._begin(rows)
         with settings(lane.engine.device):
             token_N, logprob_N, _ = lane.engine.run(call)
-            tokens, logprobs = token_N[: sum(counts)].tolist(), logprob_N[: sum(counts)].tolist()
+            written, ready = _copied(token_N[: sum(counts)], logprob_N[: sum(counts)])
+        self._launched.append(_Launched(rows, events_R.tolist(), parts, model, shape, lane, written, ready, began))
         lane.used = self.calls
-        end = 0
-        for row, positions, t in zip(rows, parts, times, strict=True):
+        for row in rows:
+            row.next, row.since = row.next + 1, self.calls
+            if row.next == row.end:
+                self._remove([row])  # what comes into its place is written after this call
+            else:
+                row.settle()
+
+    def _deliver(self, call: _Launched) -> None:
+        """Wait for a call, and pass on what it wrote."""
+        if call.ready is not None:
+            call.ready.synchronize()
+        tokens, logprobs = (tensor.tolist() for tensor in call.written)
+        end, model = 0, call.rows[0].job.names[call.model]
+        for row, number, positions in zip(call.rows, call.events, call.positions, strict=True):
             job, mine = row.job, slice(end, end + len(positions))
             end += len(positions)
             assert job.events is not None
+            if job.over:
+                continue
             if not all(map(math.isfinite, logprobs[mine])):
                 self._end(job, Refused(503, "a model gave logits that are not finite", "model_failed"))
                 continue
-            step, model_name = int(job.events.step_E[row.next]), job.names[model]
-            self._emit(job, Event(row.number, step, t, model_name, positions.tolist(), tokens[mine], logprobs[mine]))
-            row.next, row.since = row.next + 1, self.calls
-            if row.next == row.end:
-                self._finish(row)
-            else:
-                row.settle()
-        shape_text = f"{shape.rows}x{rows[0].job.plan.length}:{shape.kept}"
-        padded, seconds = shape.rows - len(rows), self.clock() - began
-        self.on_call(Made(rows[0].job.lane, job.names[model], shape_text, len(rows), padded, sum(counts), seconds))
+            step, t = int(job.events.step_E[number]), float(job.events.t_E[number])
+            self._emit(job, Event(row.number, step, t, model, positions.tolist(), tokens[mine], logprobs[mine]))
+            if number + 1 == row.end:
+                self._written(row)
+        first, rows = call.rows[0].job, len(call.rows)
+        shape_text = f"{call.shape.rows}x{first.plan.length}:{call.shape.kept}"
+        padded, seconds = call.shape.rows - rows, self.clock() - call.began
+        self.on_call(Made(first.lane, model, shape_text, rows, padded, len(tokens), seconds))
 
     def _run_rule(self, row: _Row) -> None:
         """One call of a request under a rule."""
@@ -358,7 +407,8 @@ class Scheduler:
             row.wrote.clear()
         if not more:
             job.cost = row.run.samples(time.perf_counter()).cost
-            self._finish(row)
+            self._remove([row])
+            self._written(row)
 
     def _begin(self, rows: list[_Row]) -> float:
         now = self.clock()
@@ -372,9 +422,8 @@ class Scheduler:
         except RuntimeError:  # the event loop that waited for it is closed
             job.cancelled = True
 
-    def _finish(self, row: _Row) -> None:
+    def _written(self, row: _Row) -> None:
         """A row is written; with the last one its job is done."""
-        self._remove([row])
         self.stay += 0.1 * (self.clock() - row.joined - self.stay)
         row.job.left -= 1
         if row.job.left == 0:
@@ -400,3 +449,15 @@ class Scheduler:
                 row.lane.free.append(row.place)
                 row.lane.rows -= 1
                 row.lane = None
+
+
+def _copied(token_N: Tensor, logprob_N: Tensor) -> tuple[tuple[Tensor, Tensor], Any]:
+    """What a call wrote, on the host once the event has come to pass; the next call may overwrite the call's own."""
+    if token_N.device.type != "cuda":
+        return (token_N, logprob_N), None
+    written = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in (token_N, logprob_N)]
+    for host, there in zip(written, (token_N, logprob_N), strict=True):
+        host.copy_(there, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return (written[0], written[1]), event

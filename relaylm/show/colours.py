@@ -7,13 +7,15 @@ those too bright to read on white), and each has a contrast of 3 to 1 on white.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from relaylm.models.family import Family
+    from relaylm.models.tokenizer import Tokenizer
     from relaylm.sampling.result import Samples
 
 BLUE, RED, GREEN, PINK, VIOLET, BROWN, BLACK = COLOURS = (
@@ -42,18 +44,24 @@ def writers_of(family: Family, samples: Samples, row: int) -> list[int]:
 
 def readable(family: Family, text: str) -> str:
     """The text with a plain mark where the model ended one text and began another."""
-    tokenizer = family.tokenizer
-    if tokenizer is None or tokenizer.eos_id is None:
-        return text
-    return text.replace(tokenizer.decode([tokenizer.eos_id]), END)
+    return text if family.tokenizer is None else _readable(family.tokenizer, text)
+
+
+def _readable(tokenizer: Tokenizer, text: str) -> str:
+    return text if tokenizer.eos_id is None else text.replace(tokenizer.decode([tokenizer.eos_id]), END)
 
 
 def pieces_of(family: Family, tokens_L: np.ndarray) -> list[str]:
     """The text of each token by itself, made `readable`; a masked one is a blank."""
-    if family.tokenizer is None:
+    tokenizer: Any = family.tokenizer
+    if tokenizer is None:
         return [f"{token} " for token in tokens_L]
-    decode = family.tokenizer.decode_partial
-    return [readable(family, decode([int(token)], family.mask_id)) for token in tokens_L]
+    return [_piece(tokenizer, int(token), family.mask_id) for token in tokens_L]
+
+
+@lru_cache(maxsize=1 << 17)  # a server asks for the same ones over and over
+def _piece(tokenizer: Any, token: int, mask_id: int) -> str:
+    return _readable(tokenizer, tokenizer.decode_partial([token], mask_id))
 
 
 def row_pieces(family: Family, tokens_L: np.ndarray) -> list[str]:

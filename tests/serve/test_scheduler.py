@@ -74,7 +74,7 @@ def idle_host(family: Family, **limits: Any) -> Host:
 
 
 def send(host: Host, **fields: Any) -> Sent:
-    sent = Sent(read_ask({"seed": 0, **fields}, DENOISE | COMPLETIONS))
+    sent = Sent(read_ask({"seed": 0, "stream": True, **fields}, DENOISE | COMPLETIONS))
 
     def put(part: Part, what: Any) -> None:
         if isinstance(what, Event):
@@ -114,12 +114,16 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-def test_every_text_is_that_of_sample_whatever_else_is_served(family: Family) -> None:
+@pytest.mark.parametrize("ahead", [0, 2])  # calls
+def test_every_text_is_that_of_sample_whatever_else_is_served(family: Family, ahead: int) -> None:
     chance = random.Random(1)
     host, sent = make_host(family, max_rows=9, max_queue=1000, batch_size=4), []
+    host.scheduler.ahead = ahead
     for seed in range(2 * len(REQUESTS)):
         fields = REQUESTS[seed % len(REQUESTS)]
-        sent.append(send(host, **fields, n=chance.choice([1, 2, 5]), seed=seed % 7 + 2**40 * (seed % 2)))
+        sent.append(
+            send(host, **fields, n=chance.choice([1, 2, 5]), seed=seed % 7 + 2**40 * (seed % 2), stream=seed % 3 > 0)
+        )
         for _ in range(chance.randrange(6)):
             host.scheduler.step()
     finish(host)
@@ -150,6 +154,7 @@ def test_probabilities_are_those_of_the_networks(family: Family) -> None:
     host = make_host(family)
     one = send(host, length=12, steps="inf")
     finish(host)
+    assert len(one.events) == 12
     tokens, network = torch.full((1, 12), 27), family["3b"]
     for event in one.events:
         (position,), (token,), (logprob,) = event.positions, event.tokens, event.logprobs or []

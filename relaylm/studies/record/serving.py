@@ -17,6 +17,7 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,8 +30,20 @@ import torch
 
 from relaylm.files import atomic_write
 from relaylm.measure.provenance import how_made
+from relaylm.models.denoiser import Architecture
 from relaylm.models.family import Family
+from relaylm.models.folder import save_family
 from relaylm.sampling.sample import sample
+from relaylm.studies.bench.published import random_network
+
+CLIENTS = 64
+
+
+def random_family(folder: Path) -> Path:
+    """A family of the paper's size in a folder: 12 and 4 blocks, 768 wide, with random weights."""
+    size: dict[str, Any] = {"width": 768, "heads": 12, "length": 1024, "vocab_size": 50258}
+    models = {f"d{depth}": random_network(Architecture(depth=depth, **size), depth) for depth in (4, 12)}
+    return save_family(folder, models, None, length=1024, dtype="bfloat16", max_shard_bytes=1 << 30)
 
 
 @contextmanager
@@ -108,26 +121,31 @@ async def poisson(address: str, fields: dict[str, Any], rate: float, requests: i
         return list(await asyncio.gather(*(one(seed, at) for seed, at in enumerate(times))))
 
 
-def saturation(address: str, pid: int, family: Family, fields: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Rows a second of 64 clients and of `sample`, in turns; every text is compared."""
+def saturation(
+    address: str, pid: int, family: Family, fields: dict[str, Any], rounds: int, each: int
+) -> dict[str, Any]:
+    """Rows a second of 64 clients with so many requests each, and of `sample`, in turns; a text of each is compared."""
     found: dict[str, list[list[float]]] = {"server": [], "sample": []}
     options = {name: value for name, value in fields.items() if name != "schedule"}
     batch = asyncio.run(closed(address, fields, 1, 1, 10**6))[0]["relaylm"]["batch_size"]
-    rows, same = 64, True
-    sample(family, fields["schedule"], batch, batch_size=batch, **options)  # warm
-    for number in range(rounds):
+    rows, same = CLIENTS * each, True
+    asyncio.run(closed(address, fields, CLIENTS, 1, 2 * 10**6))  # both warm
+    sample(family, fields["schedule"], batch, batch_size=batch, **options)
+    for seed in range(0, rounds * rows, rows):
         clock, spent = time.perf_counter(), processor_seconds(pid)
-        answers = asyncio.run(closed(address, fields, rows, 1, number))
+        answers = asyncio.run(closed(address, fields, CLIENTS, each, seed))
         found["server"].append([rows / (time.perf_counter() - clock), (processor_seconds(pid) - spent) / rows])
         clock, usage = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
-        samples = sample(family, fields["schedule"], rows, batch_size=batch, seed=number, **options)
+        samples = sample(family, fields["schedule"], rows, batch_size=batch, seed=seed, **options)
         seconds, after = time.perf_counter() - clock, resource.getrusage(resource.RUSAGE_SELF)
         processor = after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime
         found["sample"].append([rows / seconds, processor / rows])
-        same &= answers[0]["texts"] == samples.texts[:1]
+        own = samples.texts or [" ".join(map(str, row)) for row in samples.tokens[:1].tolist()]
+        same &= answers[0]["texts"] == own[:1]
     server, alone = (np.array(found[name]).mean(axis=0) for name in ("server", "sample"))
     return {
-        "clients": rows,
+        "clients": CLIENTS,
+        "requests_each": each,
         "batch_size": batch,
         "rounds": rounds,
         "rows_per_second": {"server": float(server[0]), "sample": float(alone[0])},
@@ -174,30 +192,42 @@ def main() -> None:
     """Measure and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out")
-    parser.add_argument("--family", default="wiki-char")
+    parser.add_argument("--family", default="wiki-char", help="`random`: 12 and 4 blocks, 768 wide, L = 1024")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--spacing")
     parser.add_argument("--schedule", default="sandwich:50%")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--each", type=int, default=1, help="requests of each client in a round")
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--small-requests", type=int, default=10_000)
     args = parser.parse_args()
-    family = Family.load(args.family, device=args.device)
-    fields = {"length": args.length, "steps": args.steps, "schedule": args.schedule}
-    with served("--family", args.family, "--device", args.device) as (address, pid):
-        full = saturation(address, pid, family, fields, args.rounds)
+    ways = {name: getattr(args, name) for name in ("steps", "spacing") if getattr(args, name) is not None}
+    fields = {"length": args.length, **(ways or {"steps": args.length}), "schedule": args.schedule}
+    with tempfile.TemporaryDirectory() as folder:
+        name = str(random_family(Path(folder) / "random")) if args.family == "random" else args.family
+        measured = under_load(name, fields, args)
+    record = {"request": fields, "family": args.family, **measured}
+    atomic_write(Path(args.out), json.dumps({**how_made(torch.device(args.device)), **record}, indent=1) + "\n")
+
+
+def under_load(name: str, fields: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Everything that is measured, with a server for the load and, if it is wanted, one for the memory."""
+    family, words = Family.load(name, device=args.device), ("--family", name, "--device", args.device)
+    with served(*words) as (address, pid):
+        full = saturation(address, pid, family, fields, args.rounds, args.each)
         print(json.dumps({**full, "each": None}), flush=True)
-        rate = full["rows_per_second"]["server"]
         loads = []
         for load in (0.5, 0.8):
-            loads.append(latency(address, fields, rate, load, args.requests))
+            loads.append(latency(address, fields, full["rows_per_second"]["server"], load, args.requests))
             print(json.dumps(loads[-1]), flush=True)
-    with served("--family", args.family, "--device", args.device, "--batch-size", "1") as (address, pid):
+    if not args.small_requests:
+        return {"saturation": full, "latency": loads}
+    with served(*words, "--batch-size", "1") as (address, pid):
         flat = memory(address, pid, args.small_requests)
         print(json.dumps(flat["growth_over_second_half"]), flush=True)
-    record = {"request": fields, "family": args.family, "saturation": full, "latency": loads, "memory": flat}
-    atomic_write(Path(args.out), json.dumps({**how_made(torch.device(args.device)), **record}, indent=1) + "\n")
+    return {"saturation": full, "latency": loads, "memory": flat}
 
 
 if __name__ == "__main__":
