@@ -19,6 +19,12 @@ def available() -> bool:
     return triton is not None and os.environ.get("RELAYLM_EAGER", "0") in ("", "0")
 
 
+def may_stop(done: torch.Tensor) -> bool:
+    """Whether all is done, so that a loop of a fixed number of rounds may end early. To know that takes a wait for the
+    device, so while a CUDA graph is captured the answer is no."""
+    return not (done.is_cuda and torch.cuda.is_current_stream_capturing()) and bool(done.all())
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding, half-split: the first half of each head is paired with the second. Computed in the angles'
     precision, returned in x's. Here, because a network needs it where no kernel applies."""

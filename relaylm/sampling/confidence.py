@@ -4,21 +4,22 @@ A planned rule is a plan, so it goes through `denoise`. Confidence and remasking
 works alike: each row goes at its own pace and calls a network only at steps that write something; rows that want the
 same model and the same number of places run together in batches of fixed shape; the head runs at open places alone
 (where a rule looks at all masked positions, at all of those, and they are charged); a row's tokens do not depend on the
-other rows. The i-th token drawn at a position has draw index i - 1, whatever became of the earlier ones, and a
-remasking rule's chance at the k-th step (k = 0, 1, ...) the draw index k + 1 of the plan's generator.
+other rows. `rule_call` has what a call does on the device.
 
 Rules that find their own number of steps go by time: a row with a share t of its free positions masked is at time t.
 
-Shapes: n rows in all, B in a call, R of them real, L positions, K places of a row, N = B K, V vocabulary, T steps,
-C calls of single rows that were made.
+Shapes: n rows in all, B in a call, R of them real, L positions, K places of a row, T steps, C calls
+of single rows that were made.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,25 +32,12 @@ from relaylm.core.plan import Plan
 from relaylm.core.schedule import Policy, Schedule
 from relaylm.errors import UserError
 from relaylm.sampling.denoise import Options, check_request, denoise, next_call, rows_in_call
-from relaylm.sampling.engine import SCRATCH, at_rows, features_at, settings
-from relaylm.sampling.law import Drawer, Law, widest_float
+from relaylm.sampling.engine import SCRATCH, Graphs, settings
+from relaylm.sampling.law import Drawer, Law
 from relaylm.sampling.policy import Grid, RowStates, policy_text, resolve, static_models
 from relaylm.sampling.result import Event, Samples, Trace, cost_of_calls, reference_flops
-from relaylm.sampling.rules import (
-    Rule,
-    blocks_of,
-    counts_of,
-    expected_writes,
-    level_calls,
-    most_sure,
-    planned,
-    rank,
-    remask,
-    spaced_sets,
-    uniforms_at,
-)
-
-CELLS = 1 << 26  # logits made at once, at most; a larger call's head goes over its places in slices
+from relaylm.sampling.rule_call import RuleState, Wrote
+from relaylm.sampling.rules import Rule, blocks_of, counts_of, level_calls, planned
 
 
 @checked
@@ -100,7 +88,7 @@ def forced(
     assert rule.bounded and not rule.planned
     began, options = time.perf_counter(), {"law": Law(), **options}
     run = _finished(models, policy, plan, rule, steps, Options(**options), False, truth_nL)
-    return run.nats_n[:-1].cpu().numpy(), run.samples(began)
+    return run.state.nats_n[:-1].cpu().numpy(), run.samples(began)
 
 
 def _finished(
@@ -149,21 +137,20 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Look:
-    """What a call returned, and what the rule chose of it."""
+class _Sent:
+    """A call that was started, and what will be known of it once the event has passed; see `RuleState.call`."""
 
-    rows_B: Tensor
-    open_BL: Tensor  # positions that were asked for
-    turn_BL: Tensor | None  # of rules with sets: in how many calls a position is written, 1 for this one, 0 for unknown
-    place_BK: Tensor  # where the K places are, open ones first
-    chosen_BK: Tensor
-    drawn_BK: Tensor  # tokens
-    sure_BK: Tensor
-    logprob_BK: Tensor
+    call: _Call
+    told: Tensor | None
+    event: Any
+    wrote: Wrote | None
 
 
 class RuleRun:
-    """Rows on their way under a rule: tokens on the device, what the choice of the next batch needs on the host."""
+    """Rows on their way under a rule: `state` has them on the device; here is what the choice of the next batch needs.
+
+    Where that depends on what a call did, the host reads it while the next one runs: on CUDA a second full batch of
+    other rows, if there is one, is sent before the first one's outcome is looked at."""
 
     def __init__(
         self,
@@ -178,32 +165,9 @@ class RuleRun:
     ) -> None:
         check_request(models, plan, options.mask_id, options.batch_size, options.heavy)
         self.models, self.policy, self.plan, self.rule, self.options = models, policy, plan, rule, options
-        self.names, self.device, self.mask_id = tuple(models), torch.device(options.device), options.mask_id
-        self.exact = widest_float(self.device)
-        # Log-probabilities, of all tokens at all open places, are at least in this type: elsewhere float64 takes longer
-        # than the blocks, whose rounding is larger than what it adds.
-        self.least = torch.float64 if self.device.type == "cpu" else torch.float32
-        self.drawer = Drawer(options.law, plan.seed, self.mask_id, self.device, greedy)
+        self.names, self.device = tuple(models), torch.device(options.device)
         n, length, free_nL = plan.n, plan.length, plan.given_nL < 0
         block_nL, blocks = blocks_of(rule, plan.given_nL)
-
-        # On the device, with a scratch row at the end for the empty places of a batch.
-        def put(array: np.ndarray, scratch: Any) -> Tensor:
-            return torch.from_numpy(np.concatenate([array, np.full((1, *array.shape[1:]), scratch)])).to(self.device)
-
-        self.token_nL = put(np.where(free_nL, self.mask_id, plan.given_nL), self.mask_id)
-        self.free_nL, self.block_nL, self.row_n = put(free_nL, False), put(block_nL, 0), put(plan.rows_n, 0)
-        self.draw_nL = torch.zeros_like(self.token_nL)
-        self.call_nL = torch.full_like(self.token_nL, -1)  # the call that wrote a position last, among all C
-        self.sure_nL = torch.full_like(self.token_nL, -torch.inf, dtype=self.exact)  # of tokens in place; -inf at masks
-        # Of remasking rules: what the next call writes, what is masked again in the same step, and what was masked
-        # again since the last event of the row.
-        self.due_nL, self.forget_nL, self.again_nL = (torch.zeros_like(self.free_nL) for _ in range(3))
-        self.turn_nL = torch.zeros_like(self.token_nL)  # of rules with sets: calls until a position is written
-        self.truth_nL = None if truth_nL is None else put(truth_nL.astype(np.int64), 0)  # what is written, if known
-        self.nats_n = torch.zeros(n + 1, dtype=self.exact, device=self.device)  # of what was written, with `truth`
-
-        # On the host.
         self.batch = rows_in_call(options.batch_size, n, length, options.device)
         self.widest = min(length, rule.block or length)
         self.steps = 0 if times is None else len(times) - 1
@@ -214,6 +178,7 @@ class RuleRun:
         self.asked_n = (free_nL & (block_nL == 0)).sum(axis=1)  # positions whose logits its next call is to give
         self.places_n = np.full(n, self.widest)  # rules that find their own steps keep to one shape, for full batches
         self.model_n = np.zeros(n, dtype=np.int64)  # the model of its next call
+        self.away_n = np.zeros(n, dtype=bool)  # in a call whose outcome was not looked at
         self.made: list[np.ndarray] = []  # of each call (4, R): model, positions asked for, time, step
         self.calls = self.padded_calls = 0  # C, and empty places
         if rule.counts is not None:
@@ -222,22 +187,24 @@ class RuleRun:
             ends_nT = self.count_nT.cumsum(axis=1)
             block_end_nT = ends_nT[:, (np.arange(self.steps) // per_block + 1) * per_block - 1]
             self.open_nT = block_end_nT - ends_nT + self.count_nT  # masked positions of the step's block, before it
-        self._settle(np.arange(n))
+        drawer = Drawer(options.law, plan.seed, options.mask_id, self.device, greedy)
+        asks, reports = rule.counts is None or self.lookup is None, options.callback is not None
+        each = list(models.values())
+        self.state = RuleState(each, plan, rule, self.time_T, block_nL, drawer, self.device, asks, reports, truth_nL)
+        self.graphs = Graphs(self.device)
+        self.under_way: deque[_Sent] = deque()
+        self.ahead = 2 if asks and not reports and self.device.type == "cuda" else 1
+        rows_n = np.arange(n)
+        self._settle(rows_n if rule.rates is None else self._decided(rows_n, np.zeros((4, n))))
 
     def step(self) -> bool:
-        """Make the next call; False if nothing was left to do."""
-        if (made := next_call(self, self._look, torch.cuda.empty_cache)) is None:
+        """Make the next call, or look at the outcome of an earlier one; False if nothing was left to do."""
+        if (made := next_call(self, self._send, self.graphs.release)) is not None:
+            self.under_way.append(made[1])
+        elif not self.under_way:
             return False
-        call, look = made
-        self._write(call, look)
-        if self.options.callback is not None:
-            for event in self._reported(call, look):
-                self.options.callback(event)
-        self._advance(call)
-        if self.options.on_calls is not None:
-            masked_n, free_n = self.states.masked_n, self.states.free_n
-            done = (free_n - masked_n).sum() if self.rule.adaptive else self.at_n.sum()
-            self.options.on_calls(int(done), int(free_n.sum()) if self.rule.adaptive else self.steps * self.plan.n)
+        if made is None or len(self.under_way) >= self.ahead:
+            self._receive(self.under_way.popleft())
         return True
 
     # -------------------------------------------------------------------------------- where each row goes next
@@ -255,9 +222,7 @@ class RuleRun:
 
     def _settle(self, rows_R: np.ndarray) -> None:
         """Bring rows to their next call: skip the steps that write nothing, settle the model and the places."""
-        if self.rule.rates is not None:
-            self._decide(rows_R)
-        elif self.rule.counts is not None:
+        if self.rule.counts is not None:
             # The next step with something to write; the count beyond the last step stands for the end.
             ahead_RT = (self.count_nT[rows_R] > 0) & (np.arange(self.steps) >= self.at_n[rows_R, None])
             self.at_n[rows_R] = np.where(ahead_RT.any(axis=1), ahead_RT.argmax(axis=1), self.steps)
@@ -274,44 +239,32 @@ class RuleRun:
             each = zip(rows_R.tolist(), step_R.tolist(), t_R.tolist(), strict=True)
             self.model_n[rows_R] = [self.states.choose(row, step, t) for row, step, t in each]
 
-    def _decide(self, rows_R: np.ndarray) -> None:
-        """Remasking rules: go on by chance alone to the next step that writes something."""
-        assert self.rule.rates is not None
-        while len(rows_R := self._unfinished(rows_R)):
-            at = torch.from_numpy(rows_R).to(self.device)
-            k_R = self.at_n[rows_R]
-            t_R1, s_R1 = (torch.from_numpy(self.time_T[k]).to(self.device, self.exact)[:, None] for k in (k_R, k_R + 1))
-            token_RL, free_RL, sure_RL = self.token_nL[at], self.free_nL[at], self.sure_nL[at]
-            masked_RL, draw_R = token_RL == self.mask_id, torch.from_numpy(k_R + 1).to(self.device)
-            u_RL = uniforms_at(self.plan.seed, self.row_n[at], self.plan.length, draw_R)
-            rates = self.rule.rates(t_R1, s_R1, sure_RL, *self.rule.numbers)
-            due_RL, again_RL = remask(rates, masked_RL & free_RL, ~masked_RL & free_RL, u_RL)
-            usual_R = expected_writes(rates, free_RL)
-            facts = [due_RL.sum(dim=1), masked_RL.sum(dim=1), usual_R + 5 * usual_R.sqrt() + 1]
-            due_R, masked_R, most_R = self._to_host(facts)
-            self.asked_n[rows_R], self.states.masked_n[rows_R] = due_R.astype(np.int64), masked_R.astype(np.int64)
-            places_R = np.exp2(np.ceil(np.log2(np.maximum(due_R, most_R)))).astype(np.int64)
-            self.places_n[rows_R] = np.minimum(places_R, self.plan.length)
-            # The network sees the row as it is before the step; where it is not asked, the step is over at once.
-            self.due_nL[at], self.forget_nL[at] = due_RL, again_RL
-            self.again_nL[at] |= again_RL
-            idle_R = due_R == 0
-            now_RL = again_RL & torch.from_numpy(idle_R).to(self.device)[:, None]
-            self.token_nL[at] = token_RL.masked_fill(now_RL, self.mask_id)
-            self.sure_nL[at] = sure_RL.masked_fill(now_RL, -torch.inf)
-            rows_R = rows_R[idle_R]
-            self.at_n[rows_R] += 1
+    def _decided(self, rows_R: np.ndarray, found_4R: np.ndarray) -> np.ndarray:
+        """Remasking rules: take note of what `RuleState.decide` found for rows; those still at a step that writes
+        nothing go on. Returns the rows."""
+        left_R, found = rows_R, found_4R
+        while True:
+            self.at_n[left_R], self.asked_n[left_R], self.states.masked_n[left_R] = found[:3].astype(np.int64)
+            places_R = np.exp2(np.ceil(np.log2(np.maximum(np.maximum(found[1], found[3]), 1)))).astype(np.int64)
+            self.places_n[left_R] = np.minimum(places_R, self.plan.length)
+            left_R = self._unfinished(left_R[found[1] == 0])
+            if not len(left_R):
+                return rows_R
+            rows, k = (torch.from_numpy(x).to(self.device) for x in (left_R, self.at_n[left_R]))
+            found = self.state.decide(rows, k, self.state.tries).cpu().numpy()
 
     def take(self) -> _Call | None:
-        """The next batch: of two batches' worth of unfinished rows, those that want what the one furthest behind
-        wants."""
-        pool = self._unfinished(np.arange(self.plan.n))[: 2 * self.batch]
+        """The next batch: of two batches' worth of unfinished rows, those that want what the one furthest behind wants.
+        Not if it has empty places that rows under way could fill."""
+        pool = self._unfinished(np.flatnonzero(~self.away_n))[: 2 * self.batch]
         if not len(pool):
             return None
         left = self.states.masked_n[pool] if self.rule.adaptive else self.steps - self.at_n[pool]
         kind = self.model_n[pool] * (self.plan.length + 1) + self.places_n[pool]
         wanted = kind == kind[left.argmax()]
         ready = pool[wanted][np.argsort(-left[wanted], kind="stable")[: self.batch]]
+        if self.under_way and len(ready) < self.batch:
+            return None
         model, places = int(self.model_n[ready[0]]), int(self.places_n[ready[0]])
         return _Call(model, places, ready, self.asked_n[ready], self._times(ready))
 
@@ -319,154 +272,69 @@ class RuleRun:
         """Make calls of so many rows from here on."""
         self.batch = batch
 
-    def _advance(self, call: _Call) -> None:
-        model_R = np.full(len(call.rows_R), call.model)
-        self.made.append(np.stack([model_R, call.asked_R, call.t_R, self.at_n[call.rows_R]]))
-        self.calls += len(call.rows_R)
-        self.padded_calls += self.batch - len(call.rows_R)
-        self.at_n[call.rows_R] += 1
-        self._settle(call.rows_R)
-
-    def _to_host(self, facts: list[Tensor]) -> np.ndarray:
-        """Numbers for each row, in one transfer."""
-        return torch.stack([fact.to(self.exact) for fact in facts]).cpu().numpy()
-
     # -------------------------------------------------------------------------------- a call
 
-    def _look(self, call: _Call) -> _Look:
-        """Make a call and let the rule choose. Nothing is written yet."""
-        real = slice(len(call.rows_R))
-        rows, count, t = np.full(self.batch, SCRATCH), np.zeros(self.batch, dtype=np.int64), np.ones(self.batch)
-        rows[real], t[real] = call.rows_R, call.t_R
-        if self.rule.counts is not None:
-            count[real] = self.count_nT[call.rows_R, self.at_n[call.rows_R]]
-        rows_B, count_B = (torch.from_numpy(x).to(self.device) for x in (rows, count))
-        t_B = torch.from_numpy(t).to(self.device, self.exact)
-        token_BL = self.token_nL[rows_B]
-        open_BL = self.due_nL[rows_B] if self.rule.rates is not None else self._open(rows_B)
-        place_BK = open_BL.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : call.places]
-        open_BK = open_BL.gather(1, place_BK)
-        drawn_BK, sure_BK, logprob_BK = self._draw(call.model, rows_B, token_BL, t_B, place_BK)
-        turn_BL = None
-        if self.rule.spaced:
-            turn_BL = self._turns(rows_B, sure_BK, open_BK, place_BK)
-            chosen_BK = turn_BL.gather(1, place_BK) == 1
-        elif self.rule.which is not None:
-            chosen_BK = self.rule.which(sure_BK, open_BK, self.rule.numbers[0])
-        elif self.rule.counts is not None:
-            chosen_BK = most_sure(sure_BK, open_BK, count_B)
-        else:
-            chosen_BK = open_BK
-        return _Look(rows_B, open_BL, turn_BL, place_BK, chosen_BK, drawn_BK, sure_BK, logprob_BK)
+    def _send(self, call: _Call) -> _Sent:
+        """Start a call."""
+        real, b, k_R = slice(len(call.rows_R)), self.batch, self.at_n[call.rows_R]
+        index, t_B = np.stack([np.full(b, SCRATCH), np.full(b, self.steps), self.calls + np.arange(b)]), np.ones(b)
+        index[0, real], t_B[real] = call.rows_R, call.t_R
+        index[1, real] = self.count_nT[call.rows_R, k_R] if self.rule.counts is not None else k_R + 1
+        model = self.state.models[call.model] if self.state.fixed else None
+        make, blank = partial(self.state.call, call.model, call.places), ((b, SCRATCH), (2 * b, 0))
+        told, wrote = self.graphs.run((call.model, call.places, b), model, make, index.reshape(-1), t_B, blank)
+        event = None
+        if told is not None and self.device.type == "cuda":
+            told, event = told.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self.made.append(np.stack([np.full(len(k_R), call.model), call.asked_R, call.t_R, k_R]))
+        self.calls += len(call.rows_R)
+        self.padded_calls += b - len(call.rows_R)
+        self.away_n[call.rows_R] = True
+        return _Sent(call, told, event, wrote)
 
-    def _turns(self, rows_B: Tensor, sure_BK: Tensor, open_BK: Tensor, place_BK: Tensor) -> Tensor:
-        """In how many calls each position is written, (B, L): as was settled earlier, or by this call's entropies."""
-        turn_BL = self.turn_nL[rows_B]
-        looks_B1 = ~(turn_BL > 0).any(dim=1, keepdim=True)
-        score_BK = (place_BK.shape[1] - rank(sure_BK, open_BK)).float().masked_fill(~(open_BK & looks_B1), 0.0)
-        score_BL = torch.zeros(turn_BL.shape, device=self.device).scatter(1, place_BK, score_BK)
-        distance, sets = map(int, self.rule.numbers)
-        return torch.where(looks_B1, spaced_sets(score_BL, distance, sets), turn_BL)
-
-    def _open(self, rows_B: Tensor) -> Tensor:
-        """Positions whose logits are wanted: of the set whose turn it is, else masked ones, of the first block that has
-        any."""
-        masked_BL = (self.token_nL[rows_B] == self.mask_id) & self.free_nL[rows_B]
-        if self.rule.spaced:
-            turn_BL = self.turn_nL[rows_B]
-            return torch.where((turn_BL > 0).any(dim=1, keepdim=True), turn_BL == 1, masked_BL)
-        if self.rule.block is None:
-            return masked_BL
-        block_BL = self.block_nL[rows_B]
-        beyond = self.plan.length + 1
-        return masked_BL & (block_BL == block_BL.masked_fill(~masked_BL, beyond).amin(dim=1, keepdim=True))
-
-    def _draw(
-        self, model_index: int, rows_B: Tensor, token_BL: Tensor, t_B: Tensor, place_BK: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """A token at each place, how sure the rule is of it, and its log-probability."""
-        model = at_rows(self.models[self.names[model_index]], rows_B)
-        features, head = features_at(model, token_BL, t_B, place_BK)
-        draw_N, position_N = self.draw_nL[rows_B].gather(1, place_BK).view(-1), place_BK.reshape(-1)
-        row_N, t_N = (x_B.repeat_interleave(place_BK.shape[1]) for x_B in (self.row_n[rows_B], t_B))
-        if self.truth_nL is not None:
-            truth_N = self.truth_nL[rows_B].gather(1, place_BK).view(-1)
-        size = int(getattr(model, "vocab_size", features.shape[-1]))
-        drawn, sure, logprob = [], [], []
-        for part in torch.split(torch.arange(len(draw_N), device=self.device), max(1, CELLS // size)):
-            logits_NV = features[part] if head is None else head(features[part], t_N[part])
-            token_N, lawful_NV = self.drawer(logits_NV, row_N[part], position_N[part], draw_N[part])
-            token_N = token_N if self.truth_nL is None else truth_N[part]
-            kind = torch.promote_types(lawful_NV.dtype, self.least)
-            log_p_NV = lawful_NV.to(kind).log_softmax(dim=-1)
-            own_NV = logits_NV.to(kind).log_softmax(dim=-1) if self.options.law.changes else log_p_NV
-            logprob.append(log_p_NV.gather(1, token_N[:, None])[:, 0].to(self.exact))
-            certain_N = logprob[-1].exp() if self.rule.sure is None else self.rule.sure(log_p_NV, own_NV, token_N)
-            sure.append(certain_N.to(self.exact))
-            drawn.append(token_N)
-        drawn_BK, sure_BK, logprob_BK = (torch.cat(parts).view(place_BK.shape) for parts in (drawn, sure, logprob))
-        return drawn_BK, sure_BK, logprob_BK
-
-    def _write(self, call: _Call, look: _Look) -> None:
-        """Write what was chosen, and tell the host what it needs to go on."""
-        rows_B, place_BK = look.rows_B, look.place_BK
-        number_B1 = torch.arange(self.calls, self.calls + len(rows_B), device=self.device)[:, None]
-        for into_nL, values_BK in (
-            (self.token_nL, look.drawn_BK),
-            (self.call_nL, number_B1.expand_as(place_BK)),
-            (self.sure_nL, look.sure_BK),
-        ):
-            old_BL = into_nL[rows_B]
-            new_BK = torch.where(look.chosen_BK, values_BK.to(old_BL.dtype), old_BL.gather(1, place_BK))
-            into_nL[rows_B] = old_BL.scatter(1, place_BK, new_BK)
-        if look.turn_BL is not None:
-            self.turn_nL[rows_B] = (look.turn_BL - 1).clamp_min(0)
-        if self.truth_nL is not None:
-            self.nats_n[rows_B] -= torch.where(look.chosen_BK, look.logprob_BK, 0.0).sum(dim=1)
-        if not self.rule.own_order:  # draws that were not kept decided nothing there, so the first draw is as good
-            self.draw_nL[rows_B] += look.open_BL
-        if self.rule.rates is not None:
-            forget_BL = self.forget_nL[rows_B]
-            self.token_nL[rows_B] = self.token_nL[rows_B].masked_fill(forget_BL, self.mask_id)
-            self.sure_nL[rows_B] = self.sure_nL[rows_B].masked_fill(forget_BL, -torch.inf)
-        if self.rule.adaptive or self.lookup is None:
-            self._record(call, look)
-
-    def _record(self, call: _Call, look: _Look) -> None:
-        """Masked and open positions of the call's rows, and how likely the tokens were."""
-        masked_BL = (self.token_nL[look.rows_B] == self.mask_id) & self.free_nL[look.rows_B]
-        logprob_BK = torch.where(look.chosen_BK, look.logprob_BK, 0.0)
-        mean_B = logprob_BK.sum(dim=1) / look.chosen_BK.sum(dim=1).clamp_min(1)
-        facts = [masked_BL.sum(dim=1), self._open(look.rows_B).sum(dim=1), mean_B, logprob_BK.amin(dim=1)]
-        found = self._to_host(facts)[:, : len(call.rows_R)]
-        self.states.masked_n[call.rows_R] = found[0].astype(np.int64)
-        if self.rule.adaptive:
-            self.asked_n[call.rows_R] = found[1].astype(np.int64)
-        if self.lookup is None:
-            self.states.record(call.rows_R, call.model, [(float(mean), float(least)) for mean, least in found[2:].T])
+    def _receive(self, sent: _Sent) -> None:
+        """Take note of what a call did, and move its rows to their next ones."""
+        rows_R = sent.call.rows_R
+        self.away_n[rows_R] = False
+        if self.options.callback is not None:
+            for event in self._reported(sent):
+                self.options.callback(event)
+        self.at_n[rows_R] += 1
+        if sent.told is not None:
+            if sent.event is not None:
+                sent.event.synchronize()
+            found = sent.told.cpu().numpy()[:, : len(rows_R)]
+            self.states.masked_n[rows_R] = found[0].astype(np.int64)
+            if self.rule.adaptive:
+                self.asked_n[rows_R] = found[1].astype(np.int64)
+            if self.lookup is None:
+                self.states.record(rows_R, sent.call.model, [(float(mean), float(low)) for mean, low in found[2:4].T])
+            if self.rule.rates is not None:
+                self._decided(rows_R, found[4:])
+        self._settle(rows_R)
+        if self.options.on_calls is not None:
+            masked_n, free_n = self.states.masked_n, self.states.free_n
+            done = (free_n - masked_n).sum() if self.rule.adaptive else self.at_n.sum()
+            self.options.on_calls(int(done), int(free_n.sum()) if self.rule.adaptive else self.steps * self.plan.n)
 
     # -------------------------------------------------------------------------------- results
 
-    def _reported(self, call: _Call, look: _Look) -> Iterator[Event]:
+    def _reported(self, sent: _Sent) -> Iterator[Event]:
         """One event for each row of a call; what was masked again since the last one is in it, as a mask."""
-        written_BL = torch.zeros_like(look.open_BL).scatter(1, look.place_BK, look.chosen_BK)
-        rows = torch.from_numpy(call.rows_R).to(self.device)
-        changed_RL = (written_BL[: len(rows)] | self.again_nL[rows]).cpu().numpy()
-        tokens_RL = self.token_nL[rows].cpu().numpy()
-        logprob_BL = torch.zeros_like(self.sure_nL[look.rows_B]).scatter(1, look.place_BK, look.logprob_BK)
-        logprob_RL = logprob_BL[: len(rows)].cpu().numpy()
-        self.again_nL[rows] = False
-        for j, row in enumerate(call.rows_R.tolist()):
-            changed = np.flatnonzero(changed_RL[j])
-            step, tokens = self.steps - int(self.at_n[row]) if self.steps else 0, tokens_RL[j, changed].tolist()
-            logprobs = logprob_RL[j, changed].tolist()
-            yield Event(row, step, float(call.t_R[j]), self.names[call.model], changed.tolist(), tokens, logprobs)
+        assert sent.wrote is not None
+        changed_BL, tokens_BL, logprob_BL = (x_BL.cpu().numpy() for x_BL in sent.wrote)
+        for j, row in enumerate(sent.call.rows_R.tolist()):
+            at = np.flatnonzero(changed_BL[j])
+            step, t = self.steps - int(self.at_n[row]) if self.steps else 0, float(sent.call.t_R[j])
+            tokens, logprobs = tokens_BL[j, at].tolist(), logprob_BL[j, at].tolist()
+            yield Event(row, step, t, self.names[sent.call.model], at.tolist(), tokens, logprobs)
 
     def samples(self, began: float) -> Samples:
         """What came out, once nothing is left to do; `began` by time.perf_counter()."""
-        self.drawer.check()
-        tokens_nL, call_nL = (x[:-1].cpu().numpy() for x in (self.token_nL, self.call_nL))
-        assert not (tokens_nL == self.mask_id).any(), "a masked position was left"
+        self.state.drawer.check()
+        tokens_nL, call_nL = (x[:-1].cpu().numpy() for x in (self.state.token_nL, self.state.call_nL))
+        assert not (tokens_nL == self.options.mask_id).any(), "a masked position was left"
         # The last column is for positions that no call wrote, whose call is -1.
         made_4C = np.concatenate([*self.made, [[-1], [0], [0], [0]]], axis=1)
         model_C, asked_C, at_C = made_4C[[0, 1, 3]].astype(np.int64)

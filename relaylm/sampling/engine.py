@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from relaylm.sampling.law import Drawer, Law, widest_float
 
 SCRATCH = -1  # the last row of an engine's state, for the empty places of a call; nobody reads it
 CALLS_AHEAD = 8  # calls that the host may be ahead of the device
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,7 @@ class Engine:
         self.row_ids = torch.zeros(plan.n + 1, dtype=torch.int64, device=self.device)
         self.seeds_2n = torch.zeros((2, plan.n + 1), dtype=torch.int64, device=self.device) if shared else None
         self.load(plan.rows_n, np.where(plan.given_nL < 0, mask_id, plan.given_nL))
-        self._graphs: dict[tuple[int, Shape], _Graph] = {}
-        self._seen: set[tuple[int, Shape]] = set()
-        self._under_way: deque[Any] = deque()
+        self.graphs = Graphs(self.device)
 
     def load(self, rows_m: np.ndarray, tokens_mL: np.ndarray) -> None:
         """Put other rows, masks included, in the first places. In place, so captured calls stay valid."""
@@ -113,23 +113,11 @@ class Engine:
         """Make a call: draw a token for each kept place and write it. Returns those tokens, their log-probabilities
         (if `scored`) and, with `everywhere`, the logits at every position of the batch's rows (B, L, V). What is
         returned may be overwritten by the next call."""
-        key = (call.model, call.shape)
-        # Without Triton the race asks the device how many blocks to open, which a graph cannot hold.
-        capture = self.device.type == "cuda" and available() and not everywhere
-        if capture and isinstance(self.models[call.model], Transformer):
-            # The first call of a shape runs eagerly (it also warms everything up); the second is captured.
-            if key in self._seen and key not in self._graphs:
-                # Graphs share their memory, since only one of them runs at a time.
-                pool = next((other.graph.pool() for other in self._graphs.values()), None)
-                self._graphs[key] = _Graph(self, call.model, call.shape, pool)
-            self._seen.add(key)
-            if key in self._graphs:
-                result = self._graphs[key].replay(call)
-                self._keep_pace()
-                return *result, None
-        index = torch.from_numpy(call.index).to(self.device)
-        t_B = torch.from_numpy(call.t_B).to(self.device, self.exact)
-        return self.step(call.model, call.shape, index, t_B, everywhere)
+        make = partial(self.step, call.model, call.shape, everywhere=everywhere)
+        model = None if everywhere else self.models[call.model]
+        # While capturing, every place is the scratch row's, so that nothing real is written.
+        blank = zip(call.shape.parts, (SCRATCH, 0, 0, SCRATCH, 0), strict=True)
+        return self.graphs.run((call.model, call.shape), model, make, call.index, call.t_B, blank)
 
     def step(
         self, model_index: int, shape: Shape, index: Tensor, t_B: Tensor, everywhere: bool = False
@@ -193,21 +181,9 @@ class Engine:
         t_N = torch.ones(len(row_N), dtype=self.exact, device=self.device) if _sees_t(model) else None
         return self._write(features, model.head, t_N, row_N, position_N, call.shape.rows)[0]
 
-    def _keep_pace(self) -> None:
-        """Let the host run a few calls ahead of the device and no further: the device never waits, and progress and
-        interruption still mean something."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._under_way.append(event)
-        if len(self._under_way) > CALLS_AHEAD:
-            self._under_way.popleft().synchronize()
-
     def release(self) -> None:
         """Give back what the graphs hold."""
-        self._graphs.clear()
-        self._seen.clear()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.graphs.release()
 
 
 def at_rows(model: Any, rows_B: Tensor) -> Any:
@@ -227,33 +203,87 @@ def _sees_t(model: Any) -> bool:
     return not (isinstance(model, Transformer) and not model.architecture.adaln)
 
 
+class Graphs:
+    """Calls on a device. On CUDA those of the shipped network are captured as graphs, by their shape."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._seen: set[Hashable] = set()
+        self._under_way: deque[Any] = deque()
+
+    def captures(self, model: Any) -> bool:
+        """Are calls of this model captured? Without Triton the race asks the device how many blocks to open, which a
+        graph cannot hold."""
+        return self.device.type == "cuda" and available() and isinstance(model, Transformer)
+
+    def run(
+        self,
+        key: Hashable,
+        model: Any,
+        make: Callable[[Tensor, Tensor], ResultT],
+        index: np.ndarray,
+        t_B: np.ndarray,
+        blank: Iterable[tuple[int, int]],
+    ) -> ResultT:
+        """`make(index, t_B)` on the device. The first call of a key runs eagerly (it also warms everything up); the
+        second is captured, on an index of as many numbers of each value as `blank` says, which must write nothing real.
+        What is returned may be overwritten by the next call."""
+        if self.captures(model):
+            if key in self._seen and key not in self._graphs:
+                # Graphs share their memory, since only one of them runs at a time.
+                pool = next((other.graph.pool() for other in self._graphs.values()), None)
+                parts = torch.cat([torch.full((size,), value) for size, value in blank])
+                self._graphs[key] = _Graph(make, parts, len(t_B), self.device, pool)
+            self._seen.add(key)
+            if key in self._graphs:
+                result: ResultT = self._graphs[key].replay(index, t_B)
+                self._keep_pace()
+                return result
+        return make(
+            torch.from_numpy(index).to(self.device), torch.from_numpy(t_B).to(self.device, widest_float(self.device))
+        )
+
+    def _keep_pace(self) -> None:
+        """Let the host run a few calls ahead of the device and no further: the device never waits, and progress and
+        interruption still mean something."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._under_way.append(event)
+        if len(self._under_way) > CALLS_AHEAD:
+            self._under_way.popleft().synchronize()
+
+    def release(self) -> None:
+        """Give back what the graphs hold."""
+        self._graphs.clear()
+        self._seen.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
 class _Graph:
     """A captured call: fixed shape, fixed buffers."""
 
-    def __init__(self, engine: Engine, model: int, shape: Shape, pool: Any) -> None:
-        b = shape.rows
-        # While capturing, every place is the scratch row's, so that nothing real is written.
-        values = (SCRATCH, 0, 0, SCRATCH, 0)
-        index = torch.cat([torch.full((size,), value) for size, value in zip(shape.parts, values, strict=True)])
+    def __init__(self, make: Callable[[Tensor, Tensor], Any], index: Tensor, b: int, device: Any, pool: Any) -> None:
         # Indices and, as the same number of bytes, times: one transfer carries both.
-        self.sent = torch.cat([index, torch.ones(b, dtype=torch.float64).view(torch.int64)]).to(engine.device)
-        self.index, self.t_B = self.sent[:-b], self.sent[-b:].view(torch.float64)
+        self.sent = torch.cat([index, torch.ones(b, dtype=torch.float64).view(torch.int64)]).to(device)
+        own = self.sent[:-b], self.sent[-b:].view(torch.float64)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            engine.step(model, shape, self.index, self.t_B)
+            make(*own)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         # What other threads do on the device meanwhile must not spoil the capture.
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-            self.tokens, self.logprobs, _ = engine.step(model, shape, self.index, self.t_B)
+            self.result = make(*own)
 
-    def replay(self, call: Call) -> tuple[Tensor, Tensor]:
+    def replay(self, index: np.ndarray, t_B: np.ndarray) -> Any:
         """Run the captured call on another batch of its shape."""
         # From pageable memory these few kilobytes are staged by the driver, so the host does not wait for the device.
-        self.sent.copy_(torch.from_numpy(np.concatenate([call.index, call.t_B.view(np.int64)])), non_blocking=True)
+        self.sent.copy_(torch.from_numpy(np.concatenate([index, t_B.view(np.int64)])), non_blocking=True)
         self.graph.replay()
-        return self.tokens, self.logprobs
+        return self.result
 
 
 @contextlib.contextmanager

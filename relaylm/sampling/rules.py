@@ -74,9 +74,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relaylm.core.plan import Plan, split_seed
+from relaylm.core.plan import Plan
 from relaylm.errors import UserError, meant
-from relaylm.kernels.draw import philox
+from relaylm.kernels import may_stop
 
 DREAM_EPS = 1e-3  # Dream's last time before 0
 
@@ -146,7 +146,8 @@ def within_entropy(sure_BK: Tensor, open_BK: Tensor, gamma: float) -> Tensor:
 def spaced_sets(score_BL: Tensor, distance: int, sets: int) -> Tensor:
     """The number of the set, from 1, that each position is in, and 0 if it is in none of the first `sets`. A set takes,
     from the largest score down, every position left that is at least `distance` from those it has. A score of 0 is not
-    open; the others of a row differ. The largest within reach is always taken, so many are taken at once."""
+    open; the others of a row differ. The largest within reach is always taken, so many are taken at once, and at least
+    one in each round."""
     near = min(distance, score_BL.shape[1]) - 1
     turn_BL = torch.zeros_like(score_BL, dtype=torch.int64)
 
@@ -155,7 +156,9 @@ def spaced_sets(score_BL: Tensor, distance: int, sets: int) -> Tensor:
 
     for number in range(1, sets + 1):
         left_BL = score_BL.masked_fill(turn_BL > 0, 0.0)
-        while bool((left_BL > 0).any()):
+        for _ in range(-(-score_BL.shape[1] // (near + 1))):
+            if may_stop(left_BL == 0):
+                break
             taken_BL = (left_BL == around(left_BL)) & (left_BL > 0)
             turn_BL = turn_BL.masked_fill(taken_BL, number)
             left_BL = left_BL.masked_fill(around(taken_BL.to(left_BL.dtype)) > 0, 0.0)
@@ -205,12 +208,13 @@ def dus_levels(block: int) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------- masking again: ReMDM
 # Each function takes t and s (B, 1), how sure the tokens in place were when they were written (B, L; -inf at masks) and
 # the rule's numbers; it returns alpha_t, alpha_s and sigma. The network sees the row as it is before the step.
+# (A captured call has no scalar in torch.where: it would be copied to the device.)
 
 Rates = tuple[Tensor, Tensor, Tensor]
 
 
 def _sigma_max(alpha_t: Tensor, alpha_s: Tensor) -> Tensor:
-    return torch.where(alpha_t > 0, (1 - alpha_s) / alpha_t.clamp_min(1e-300), 1.0).clamp_max(1.0)
+    return ((1 - alpha_s) / alpha_t.clamp_min(1e-300)).masked_fill(alpha_t <= 0, 1.0).clamp_max(1.0)
 
 
 def cap(t: Tensor, s: Tensor, sure_BL: Tensor, eta: float) -> Rates:
@@ -225,7 +229,7 @@ def rescale(t: Tensor, s: Tensor, sure_BL: Tensor, eta: float) -> Rates:
 
 def conf(t: Tensor, s: Tensor, sure_BL: Tensor) -> Rates:
     """ReMDM-conf: sigma = sigma_max softmax(-psi) over the written positions of a row, 0 at masked ones."""
-    weight_BL = torch.where(torch.isfinite(sure_BL), (-sure_BL).exp(), 0.0)
+    weight_BL = (-sure_BL).exp().masked_fill(~torch.isfinite(sure_BL), 0.0)
     share_BL = weight_BL / weight_BL.sum(dim=1, keepdim=True).clamp_min(1e-300)
     return 1 - t, 1 - s, share_BL * _sigma_max(1 - t, 1 - s)
 
@@ -237,7 +241,7 @@ def loop(t: Tensor, s: Tensor, sure_BL: Tensor, eta: float, t_on: float, t_off: 
     def alpha(x: Tensor) -> Tensor:
         rising = (1 - x) * alpha_on / (1 - t_on)
         ending = 1 - x * (1 - alpha_on) / t_off
-        return torch.where(first, rising, torch.where(last, ending, alpha_on)).clamp(0, 1)
+        return torch.where(first, rising, ending.masked_fill(~last, alpha_on)).clamp(0, 1)
 
     last = (t <= t_off) | (s == 0)
     first = (t > t_on) & ~last
@@ -249,23 +253,6 @@ def remask(rates: Rates, masked_BL: Tensor, written_BL: Tensor, u_BL: Tensor) ->
     alpha_t, alpha_s, sigma = rates
     chance = (alpha_s - (1 - sigma) * alpha_t) / (1 - alpha_t).clamp_min(1e-300)
     return masked_BL & (u_BL < chance), written_BL & (u_BL < sigma)
-
-
-def expected_writes(rates: Rates, free_BL: Tensor) -> Tensor:
-    """How many positions of a row a step writes on average: what the masks lose, and what is masked again."""
-    alpha_t, alpha_s, sigma = rates
-    return ((alpha_s - alpha_t + sigma * alpha_t).expand(free_BL.shape) * free_BL).sum(dim=1)
-
-
-def uniforms_at(seed: int, row_B: Tensor, length: int, draw_B: Tensor) -> Tensor:
-    """`plan.uniforms` with a draw index for each row, on the rows' device: (B, L) in (0, 1)."""
-    if row_B.device.type == "mps":  # no float64 there
-        return uniforms_at(seed, row_B.cpu(), length, draw_B.cpu()).float().to(row_B.device)
-    zero_BL = torch.zeros(len(row_B), length, dtype=torch.int64, device=row_B.device)
-    position_L = torch.arange(length, device=row_B.device)
-    counter = (zero_BL, zero_BL + position_L, zero_BL + row_B[:, None], zero_BL + (draw_B * 256)[:, None])
-    words = philox(counter, split_seed(seed))
-    return (((words[0] << 20) | (words[1] >> 12)).double() + 0.5) * 2.0**-52
 
 
 # ---------------------------------------------------------------------------------------------- the rules by name
@@ -280,7 +267,7 @@ class Rule:
     exact: bool
     source: str
     numbers: tuple[float, ...] = ()
-    limits: tuple[tuple[float, float], ...] = ()  # each number lies above the first and at most at the second
+    limits: tuple[tuple[float, float], ...] = ()  # each number is above the first, at most the second
     block: int | None = None  # semi-autoregressive: blocks of so many positions, one after the other
     takes_block: bool = False
     counts: Callable[[int, int], np.ndarray] | None = None  # positions that each step writes, where that is fixed
@@ -313,7 +300,8 @@ class Rule:
 
     def check(self) -> Rule:
         """The rule itself, unless a number of it is out of bounds."""
-        for value, (low, high) in zip(self.numbers, self.limits, strict=True):
+        limits = self.limits or ((0.0, 1e6),) * len(self.numbers)
+        for value, (low, high) in zip(self.numbers, limits, strict=True):
             if not low < value <= high:
                 raise UserError(f"the numbers of {self.name} must lie above {low:g} and at most at {high:g}: {self}")
         if self.spaced and any(value != int(value) for value in self.numbers):
@@ -346,22 +334,10 @@ RULES = (
     Rule("dream-entropy", True, "Dream", counts=dream_counts, sure=negative_entropy),
     Rule("dream-margin", True, "Dream", counts=dream_counts, sure=margin),
     Rule("threshold", False, "Fast-dLLM", (0.9,), (_unit,), takes_block=True, sure=own_probability, which=at_least),
+    Rule("factor", False, "Fast-dLLM", (1.0,), takes_block=True, sure=own_probability, which=within_factor),
+    Rule("surest", True, "relaylm", (16, 1), sure=negative_entropy, spaced=True, own_order=True),
     Rule(
-        "factor", False, "Fast-dLLM", (1.0,), ((0.0, 1e6),), takes_block=True, sure=own_probability, which=within_factor
-    ),
-    Rule(
-        "surest", True, "relaylm", (16, 1), ((0.0, 1e6), (0.0, 1e6)), sure=negative_entropy, spaced=True, own_order=True
-    ),
-    Rule(
-        "eb",
-        True,
-        "EB-Sampler",
-        (0.1,),
-        ((0.0, 1e6),),
-        takes_block=True,
-        sure=negative_entropy,
-        which=within_entropy,
-        own_order=True,
+        "eb", True, "EB-Sampler", (0.1,), takes_block=True, sure=negative_entropy, which=within_entropy, own_order=True
     ),
     Rule("dus", True, "DUS", block=32, takes_block=True, levels=dus_levels, own_order=True),
     Rule("remdm-cap", True, "ReMDM", (0.008,), (_unit,), rates=cap),

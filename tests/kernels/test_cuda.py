@@ -1,17 +1,22 @@
 """The same answers on CUDA: the kernels against their plain twins, the law, and rows that do not feel their neighbours.
 
-Skipped where there is no CUDA. `python tests/kernels/test_cuda.py FILE` runs all of it without pytest and records the
-result.
+Skipped where there is no CUDA. `python tests/kernels/test_cuda.py FILE [WORD]` runs all of it, or the tests with
+a word in their name, without pytest and records the result.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import itertools
 import json
+import math
 import os
 import sys
 import tempfile
 import time
 import unittest.mock
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +48,8 @@ from relaylm.measure import timing
 from relaylm.measure.prices import cost_table
 from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.models.family import Family
-from relaylm.sampling.confidence import decode
+from relaylm.sampling import engine
+from relaylm.sampling.confidence import decode, forced
 from relaylm.sampling.denoise import denoise
 from relaylm.sampling.engine import Engine, settings
 from relaylm.sampling.law import Law
@@ -311,19 +317,115 @@ def test_decoding_rules_leave_rows_to_themselves() -> dict[str, int]:
     return found
 
 
+CAPTURED = (
+    "low-confidence", "low-confidence:16", "dream-maskgit", "dream-entropy", "dream-margin", "threshold:0.4",
+    "threshold:0.4:16", "factor:1", "eb:1", "surest:8", "surest:8:2", "remdm-cap:0.05", "remdm-rescale:0.1",
+    "remdm-conf", "remdm-loop:0.02:0.55:0.2:0.9",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def graphs(captured: bool) -> Iterator[list[Any]]:
+    """With or without CUDA graphs, kernels in both; the list gets what was captured."""
+    made: list[Any] = []
+
+    class Graph(engine._Graph):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    own = engine.Graphs.captures
+    with (
+        unittest.mock.patch.object(engine, "_Graph", Graph),
+        unittest.mock.patch.object(engine.Graphs, "captures", lambda self, model: captured and own(self, model)),
+    ):
+        yield made
+
+
+def test_captured_rules_write_what_eager_ones_write() -> dict[str, Any]:
+    """bfloat16 networks with kernels, three batches of rows: not one token differs, nor a cost. float32 networks
+    against RELAYLM_EAGER=1, where only the draw has a kernel: rows that differ are a few at most."""
+    found: dict[str, Any] = {}
+    for text in CAPTURED:
+        rule, schedule = parse_rule(text), Schedule.parse("a:25% b:75%")
+        models = {name: network(depth=depth, seed=depth).cuda() for name, depth in (("a", 2), ("b", 3))}
+
+        def run(rule: Any = rule, schedule: Any = schedule, models: Any = models, **options: Any) -> Any:
+            steps = None if rule.adaptive else 32
+            plan = make_plan(200, 64, 3)
+            return decode(
+                models, schedule, plan, rule, mask_id=59, steps=steps, batch_size=64, device="cuda", **options
+            )
+
+        with graphs(True) as made:
+            plain = run()
+        with unittest.mock.patch.dict(os.environ, RELAYLM_EAGER="1"), graphs(True) as none:
+            eager = run()
+        assert made and not none, text
+        for model in models.values():
+            model.cast(torch.bfloat16)
+        with graphs(True):
+            captured = run()
+        with graphs(False):
+            same = run()
+        heard: list[Any] = []
+        with graphs(True):  # a callback looks at each call at once
+            reported = run(callback=heard.append)
+        off = float((plain.tokens != eager.tokens).any(axis=1).mean())
+        found[text] = {"graphs": len(made), "tokens": int((captured.tokens != same.tokens).sum()), "rows_off": off}
+        assert found[text]["tokens"] == 0 and (reported.tokens == same.tokens).all() and heard, (text, found[text])
+        assert captured.cost.calls == same.cost.calls and captured.cost.flops == same.cost.flops, text
+        assert off < 0.05, (text, found[text])
+    return found
+
+
+def test_law_of_captured_rules(device: str = "cuda", draws: int = DRAWS) -> dict[str, float]:
+    """Rules that look at no draw, against the probability of every row by `forced` in float64 on the CPU; ReMDM, with a
+    network that sees nothing, against the product of its probabilities. The first token is given: without it all
+    positions look alike."""
+    found, states = {}, [(1, *rest) for rest in itertools.product(range(3), repeat=3)]
+    model, blind, given = network(4, 4, 32, 2, seed=4), network(4, 4, 32, 2, seed=5), np.array([1, -1, -1, -1])
+    model.vocab_embed.embedding.data.mul_(50)
+    blind.vocab_embed.embedding.data.zero_()
+    one, exact = Schedule.parse("a"), {"a": copy.deepcopy(model).double()}
+
+    def tested(model: Transformer, rule: Any, steps: int | None, law: dict[Any, float]) -> float:
+        plan, models = make_plan(draws, 4, 1, given), {"a": copy.deepcopy(model).to(device)}
+        with graphs(True) as made:
+            samples = decode(models, one, plan, rule, mask_id=3, steps=steps, batch_size=1 << 14, device=device)
+        assert made or device == "cpu"
+        return p_value(samples.tokens, law, 3)
+
+    for text in ("surest:2", "eb:1", "dream-entropy"):
+        rule, plan = parse_rule(text), make_plan(len(states), 4, 0, given)
+        steps = None if rule.adaptive else 2
+        nats, _ = forced(exact, one, plan, rule, np.array(states), steps=steps, mask_id=3)
+        found[text] = tested(model, rule, steps, dict(zip(states, np.exp(-nats).tolist(), strict=True)))
+    with settings("cpu"):
+        p_V = blind.logits(torch.full((1, 4), 3), torch.ones(1))[0, 0, :3].double().softmax(-1).tolist()
+    law = {state: math.prod(p_V[token] for token in state[1:]) for state in states}
+    found["remdm-cap:0.3"] = tested(blind, parse_rule("remdm-cap:0.3"), 6, law)
+    assert min(found.values()) > 1e-4, found
+    return found
+
+
 def test_decoding_rules_keep_the_device_busy() -> dict[str, Any]:
-    """Milliseconds of a batch of 256 rows through 12 blocks: choosing what to write costs little beside the network."""
+    """Milliseconds of a batch of 256 rows through 12 blocks, captured and not: choosing what to write costs little
+    beside the network."""
     model = network(28, 256, 256, 12).cuda().cast(torch.bfloat16)
-    plan, found = make_plan(512, 256, 0), {}
-    for text in ("ancestral", "low-confidence", "threshold:0.4", "remdm-cap"):
+    plan, found = make_plan(1024, 256, 0), {}
+    for text in ("ancestral", "low-confidence", "threshold:0.4", "eb:1", "surest:16", "remdm-cap"):
         rule = parse_rule(text)
-        for _ in range(2):  # the first is for warming up
-            samples = decode(
-                {"a": model}, Schedule.parse("a"), plan, rule, mask_id=27, steps=None if rule.adaptive else 32,
-                batch_size=256, device="cuda",
-            )  # fmt: skip
-        found[text] = 1000 * samples.cost.seconds / samples.cost.network_calls
-    assert max(found.values()) < 3 * found["ancestral"], found
+        for captured in (True, False):
+            with graphs(captured):
+                for _ in range(2):  # the first is for warming up
+                    samples = decode(
+                        {"a": model}, Schedule.parse("a"), plan, rule, mask_id=27, steps=None if rule.adaptive else 64,
+                        batch_size=256, device="cuda",
+                    )  # fmt: skip
+            cost, name = samples.cost, text if captured else f"{text}, eager"
+            found[name] = {"ms": 1000 * cost.seconds / cost.network_calls, "rows_per_s": 1024 / cost.seconds}
+    assert max(found[text]["ms"] for text in found if "eager" not in text) < 3 * found["ancestral"]["ms"], found
     return found
 
 
@@ -332,7 +434,7 @@ if __name__ == "__main__":
 
     results: dict[str, Any] = {}
     for name, test in list(globals().items()):
-        if name.startswith("test_"):
+        if name.startswith("test_") and "".join(sys.argv[2:]) in name:
             began = time.perf_counter()
             try:
                 results[name] = {"passed": True, "result": test()}

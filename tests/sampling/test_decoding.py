@@ -23,10 +23,12 @@ from relaylm.models.denoiser import Architecture, FromLogits, Transformer
 from relaylm.models.family import Family
 from relaylm.models.tokenizer import Text8Tokenizer
 from relaylm.sampling import rules as decoding
-from relaylm.sampling.confidence import decode
-from relaylm.sampling.denoise import denoise
+from relaylm.sampling.confidence import RuleRun, decode
+from relaylm.sampling.denoise import Options, denoise
 from relaylm.sampling.law import Law
+from relaylm.sampling.policy import resolve
 from relaylm.sampling.result import Event, Samples
+from relaylm.sampling.rule_call import uniforms_at
 from relaylm.sampling.rules import (
     RULES,
     Rule,
@@ -37,7 +39,6 @@ from relaylm.sampling.rules import (
     most_sure,
     parse_rule,
     remask,
-    uniforms_at,
     within_factor,
 )
 from relaylm.sampling.sample import sample
@@ -820,6 +821,28 @@ def test_remasking_leaves_the_share_of_masks_as_it_is(text: str) -> None:
         masked, forgotten = (masked & ~due) | again, forgotten + int(again.sum())
         assert float(masked.double().mean()) == pytest.approx(float(s), abs=5 * 0.5 / math.sqrt(n))
     assert forgotten > n / 10 and not masked.any()
+
+
+@pytest.mark.parametrize("text", [text for text in EVERY if not parse_rule(text).planned])
+def test_calls_as_a_graph_makes_them_write_the_same(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops that never end early, and outcomes looked at one call late: same tokens, same costs."""
+    models, mask_id, length = make_models("transformer", 2)
+    rule, schedule, plan = parse_rule(text), Schedule.parse("a:25% b:75%"), make_plan(9, length, 3)
+    steps = None if rule.adaptive else 9 if rule.block is None else 12
+    options: dict[str, Any] = {"mask_id": mask_id, "batch_size": 2}
+    want = decode(models, schedule, plan, rule, steps=steps, **options)
+    for module in ("rules", "rule_call"):
+        monkeypatch.setattr(f"relaylm.sampling.{module}.may_stop", lambda done: False)
+    followed, times = resolve(schedule, steps, rule)
+    late = RuleRun(models, followed, plan, rule, times, Options(law=Law(), **options), greedy=False)
+    late.ahead = 2
+    while late.step():
+        pass
+    got = late.samples(0.0)
+    assert (got.tokens == want.tokens).all() and (got.trace.step_nL == want.trace.step_nL).all()
+    assert (got.trace.model_nL == want.trace.model_nL).all()
+    assert got.cost.calls == want.cost.calls and got.cost.flops == want.cost.flops
+    assert got.cost.padded_calls == got.cost.network_calls * 2 - got.cost.total_calls
 
 
 def test_llada_random_writes_in_every_order_alike() -> None:
