@@ -3,12 +3,12 @@ Example: relaylm reproduce --family wiki-char --scale cpu --out reproduce
 """
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from relaylm.cli import tools
-from relaylm.cli.options import add_shared
+from relaylm.cli.options import add_shared, positive
 from relaylm.tables import table
 
 
@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "family")
     add("--scale", default="auto", choices=("auto", "cpu", "gpu", "paper"), help="how large; auto is by the device")
     add("--only", nargs="+", metavar="NAME", help="only these experiments (default: all; an unknown name lists them)")
+    add("--samples", type=positive, help="of each schedule (default: those of the scale)")
     add("--out", metavar="FOLDER", default="reproduce", help="where report, figures, tables and data go")
     add("--store", metavar="FOLDER", help="samples and scores (default: store in --out)")
     add("--text", metavar="FILE", help="held-out text (default: heldout.txt beside the family, if there)")
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tools.Result:
     """Run the experiments and show the verdicts."""
     from relaylm.models.family import Family
+    from relaylm.studies.paper.experiments import SCALES
     from relaylm.studies.paper.reproduce import judge_all, load_all, reproduce
 
     def load(source: str | None) -> Any:
@@ -46,7 +48,8 @@ def run(args: argparse.Namespace) -> tools.Result:
             "all experiments at scale cpu take about a quarter of an hour with wiki-char on two cores; --only NAME"
         )
     same = tools.chosen(args, "store text judge seed records")
-    result = reproduce(family, scale, args.out, only=only or None, progress=True, note=tools.note, **others, **same)
+    sized = SCALES[scale] if args.samples is None else replace(SCALES[scale], samples=args.samples)
+    result = reproduce(family, sized, args.out, only=only or None, progress=True, note=tools.note, **others, **same)
     for name, item in result["experiments"].items():
         if item["status"] == "not run":
             tools.note(f"{name} was not run: {item['reason']}")

@@ -94,7 +94,7 @@ FLAGS = {
     "demo": COMMON | {"--family", "--prompt", "--seed", "--device"},
     "reproduce": COMMON
     | {"--family", "--scale", "--only", "--out", "--store", "--text", "--second", "--bpe", "--stages", "--judge"}
-    | {"--records", "--seed", "--device"},
+    | {"--records", "--samples", "--seed", "--device"},
 }
 
 

@@ -1,7 +1,11 @@
-"""How fast a machine trains: `throughput`, behind results/train/throughput.json."""
+"""How fast a machine trains: `throughput`, behind results/train/throughput.json and wiki-bpe-throughput.json.
+
+python -m relaylm.studies.record.throughput PRESET OUT.json [--depth 12] [--vocab-size 8192] [--steps 50]
+"""
 
 from __future__ import annotations
 
+import argparse
 import time
 from contextlib import closing
 from dataclasses import asdict
@@ -11,6 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from relaylm.files import write_json
+from relaylm.measure.provenance import how_made
+from relaylm.models.compat import pick_device
 from relaylm.train.corpus import TokenFile, token_dtype
 from relaylm.train.objective import Batches
 from relaylm.train.recipe import Preset, load_preset, override
@@ -82,6 +89,24 @@ def throughput(
         }
 
 
+def main() -> None:
+    """The command: the heavy model of a preset, on random tokens."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--depth", type=int)
+    parser.add_argument("--vocab-size", type=int, default=28)
+    parser.add_argument("--steps", type=int, default=50)
+    options = parser.parse_args()
+    found = throughput(options.preset, depth=options.depth, vocab_size=options.vocab_size, steps=options.steps)
+    write_json(options.out, {**found, "seed": 0, **how_made(pick_device("auto"))})
+    print({key: found[key] for key in ("chars_per_s", "mfu", "seconds_per_step")})
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()
