@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> tools.Result:
     here = {v.claim.name: [asdict(finding) for finding in v.findings] for v in judge_all(load_all(Path(args.out)))}
     rows = []
     for claim in result["claims"]:
-        claim["recorded"] = claim["findings"] != here[claim["claim"]]
+        claim["recorded"] = claim["findings"] != here.get(claim["claim"])
         rows.append([claim["claim"], claim["verdict"], "recorded" if claim["recorded"] else ""])
     lines = [table(["claim", "verdict", "data"], rows, text=(0, 1, 2))]
     if any(claim["recorded"] for claim in result["claims"]):

@@ -218,6 +218,18 @@ def test_data_like_the_papers_is_confirmed_and_its_reverse_is_not() -> None:
     assert verdict_of("Middle", data) == verdict_of("The sandwich", data) == "open"
 
 
+def test_spaced_plans_have_verdicts_of_their_own() -> None:
+    """Left out where nothing was measured; else from the seven schedules and the eighths on spaced plans."""
+    assert not [v for v in verdicts({}) if v.claim.ours]
+    by = {"family": "a", "spacing": "spaced:8", "stretches_middle_minus_ends": {"difference": 0.02, "ci": [0.01, 0.03]}}
+    data: dict[str, Any] = {"spaced": {"families": [{**by, **fake(PAPERLIKE)}]}}
+    assert verdict_of("The sandwich is still", data) == verdict_of("Middle steps still", data) == "confirmed"
+    data["spaced"]["families"][0]["stretches_middle_minus_ends"] = {"difference": -0.02, "ci": [-0.03, -0.01]}
+    assert verdict_of("Middle steps still", data) == "depends"
+    turned = {**PAPERLIKE, "quarter:1": 0.0}
+    assert verdict_of("The sandwich is still", {"spaced": {"families": [{**by, **fake(turned)}]}}) == "not confirmed"
+
+
 def test_a_level_rival_of_the_sandwich_leaves_it_open() -> None:
     level = {**PAPERLIKE, "quarter:1": PAPERLIKE["sandwich"]}
     assert verdict_of("The sandwich", {"schedules": {"by_light": {"4b": fake(level, noise=0.05)}}}) == "open"
@@ -577,6 +589,17 @@ def test_prefixes_continue_held_out_text(whole: tuple[Path, dict[str, Any]]) -> 
     result = data_of(out, "prefixes")["result"]
     assert result["source"] == "held-out text" and set(result["by_prefix"]) == {"2", "4"}
     assert all(found["conditional"] for found in result["by_prefix"].values())
+
+
+def test_spaced_plans_write_positions_apart(whole: tuple[Path, dict[str, Any]]) -> None:
+    """At a quarter of the length, and the light model of a stretch makes about an eighth of the calls."""
+    (found,) = data_of(whole[0], "spaced")["result"]["families"]  # the family of tokens is the first one here
+    assert found["spacing"] == f"spaced:{LENGTH // 4}" and found["calls"] <= LENGTH // 2
+    assert [row["stretch"] for row in found["by_stretch"]] == list(range(8))
+    by = {row["schedule"]: row for row in found["rows"]}
+    saved = {name: by[name]["flops_saved"] for name in ("heavy", "light", "sandwich")}
+    assert saved["heavy"] < min(row["flops_saved"] for row in found["by_stretch"])
+    assert max(row["flops_saved"] for row in found["by_stretch"]) < saved["light"]
 
 
 def test_stages_are_in_order_of_training(whole: tuple[Path, dict[str, Any]]) -> None:

@@ -19,17 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from relaylm.core.schedule import Schedule, Segment
+from relaylm.core.schedule import Schedule, Segment, Spacing
+from relaylm.core.spacing import expected_calls
 from relaylm.errors import UserError
 from relaylm.measure import metrics
 from relaylm.measure.compare import compare
 from relaylm.measure.importance import importance
 from relaylm.measure.likelihood import spread_rows
+from relaylm.measure.pairs import default_spacing, family_pairs
 from relaylm.measure.rivals import SLACK, Entry, expected_flops, one_model, steps_within
 from relaylm.sampling.sample import sample
 from relaylm.search.search import search
 from relaylm.studies.paper import numbers as paper
-from relaylm.studies.paper.contrasts import against, contrasts
+from relaylm.studies.paper.contrasts import against, contrasts, numbers, paired
 from relaylm.studies.paper.document import Block
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 STRETCHES = 8  # of the time axis, in `strides`
 SPARSE = 4  # there a stretch has one step where there were so many
+DISTANCE = 16  # of spaced plans, where a family has no spacing of its own
 FRESH = 1000  # added to the seed for rows that a search has not seen
 
 
@@ -263,6 +266,54 @@ def strides(setup: Setup) -> Result:
         loss = {"loss": metrics.finite(value), "ci": [metrics.finite(low), metrics.finite(high)]}
         out.append({"kind": kind, "stretch": j, **span, **loss, "flops_saved": saved[text]})
     return {"stretches": STRETCHES, "sparse": SPARSE, "n": n, "steps": steps, "rows": out}
+
+
+def spaced(setup: Setup) -> Result:
+    """The seven schedules on spaced plans, and the light model in one stretch of time, for each family there is."""
+    families = list({id(family): family for family in (setup.family, setup.bpe) if family is not None}.values())
+    return {"families": [on_spaced_plans(setup, family) for family in families if len(family.names) > 1]}
+
+
+def on_spaced_plans(setup: Setup, family: Family) -> Result:
+    """The same of one family, at its own spacing. The anchors of the comparison take as many uniform steps as a spaced
+    row takes calls, so that they cost little."""
+    length, (light, heavy) = setup.length(family), family.roles()
+    spacing = spacing_of(family, length)
+    setup.note(f"{spacing} of {family.name}")
+    eighth, tried = Fraction(1, STRETCHES), {}
+    for j in range(STRETCHES):
+        parts = [("H", j * eighth), ("L", eighth), ("H", (STRETCHES - 1 - j) * eighth)]
+        alone = Schedule(tuple(Segment(name, share) for name, share in parts if share)).bind(light, heavy)
+        tried[str(alone)] = j
+    names = {f"{name} {spacing}": name for name in (*paper.SCHEDULES, *tried)}
+    options = {"n": setup.scale.samples, "length": length, "seed": setup.seed, "rivals": False, **setup.judging()}
+    found = compare(family, list(names), steps=max(1, round(expected_calls(length, spacing))), **options)
+    rows = [{**row, "schedule": names[row["schedule"]]} for row in found["rows"] if row["kind"] == "asked"]
+    log_by = {tried[row["schedule"]]: numbers(row["log_ppls"]) for row in rows if row["schedule"] in tried}
+    middle = [STRETCHES // 4 <= j < STRETCHES - STRETCHES // 4 for j in range(STRETCHES)]
+    inside, outside = (np.mean([log_by[j] for j in log_by if middle[j] is part], axis=0) for part in (True, False))
+    out = {key: found[key] for key in ("n", "length", "seed", "light", "heavy", "judge", "recipe")}
+    out |= {"family": family.name, "spacing": str(spacing), "calls": rows[-1]["calls"] / found["n"]}
+    shown = contrasts({"rows": rows})
+    stretches = []
+    for row in shown["rows"]:
+        if row["schedule"] in tried:
+            j = tried[row["schedule"]]
+            value, low, high = (metrics.finite(v) for v in against(shown["contrasts"], row["schedule"], "heavy"))
+            span = {"from": 1 - j / STRETCHES, "to": 1 - (j + 1) / STRETCHES, "flops_saved": row["flops_saved"]}
+            stretches.append({"kind": "light", "stretch": j, **span, "loss": value, "ci": [low, high]})
+    seven = [pair for pair in shown["contrasts"] if not {pair["first"], pair["second"]} & set(tried)]
+    out |= {"contrasts": seven, "middle_minus_ends": shown["middle_minus_ends"], "stretches": STRETCHES}
+    out |= {"rows": [row for row in shown["rows"] if row["schedule"] not in tried], "by_stretch": stretches}
+    return {**out, "stretches_middle_minus_ends": paired(inside - outside)}
+
+
+def spacing_of(family: Family, length: int) -> Spacing:
+    """The family's own spacing, else that of its table of pairs, else a usual one; below the length."""
+    table = family_pairs(family)
+    own = Spacing.parse(family.meta["spacing"]) if "spacing" in family.meta else None
+    chosen = own or (Spacing(min(DISTANCE, length // 4)) if table is None else default_spacing(table, length))
+    return replace(chosen, distance=max(1, min(chosen.distance, length - 1)))
 
 
 def all_210(setup: Setup) -> Result:

@@ -176,9 +176,11 @@ def stretches(result: Result, path: Path) -> Path:
     axes = figure.add_subplot()
     for kind, colour, mark, label, shift in (
         ("light", BROWN, "o", "light model there", -0.1),
-        ("stride", BLUE, "s", f"{result['sparse']} times larger steps there", 0.1),
+        ("stride", BLUE, "s", f"{result.get('sparse')} times larger steps there", 0.1),
     ):
         rows = [row for row in result["rows"] if row["kind"] == kind]
+        if not rows:
+            continue
         x, y = [row["stretch"] + shift for row in rows], np.array([row["loss"] for row in rows], dtype=float)
         reach = _reach(y, [row["ci"] for row in rows])
         axes.errorbar(x, y, yerr=reach, color=colour, marker=mark, capsize=3, label=label)

@@ -71,6 +71,8 @@ EXPERIMENTS = (
     Experiment("precision", "Exact sampling against MDLM's float32 sampler", "", MANY_TOKENS, mdlm.precision,
                models.precision, on_tokens=True, edition=2),
     Experiment("strides", "Larger strides beside smaller models", "", TWO, ours.strides, show.strides),
+    Experiment("spaced", "The schedules on spaced plans", "", TWO, ours.spaced, show.spaced,
+               others=lambda setup: (setup.bpe,)),
     Experiment("tuner", "What the tuner finds", "", TWO, ours.tuner, show.tuner, edition=3),
     Experiment("training", "How importance moves with training", "", STAGES, ours.training, models.training,
                others=lambda setup: setup.stages),

@@ -299,6 +299,37 @@ def strides(result: Result, figures: Path) -> list[Block]:
     ]
 
 
+def spaced(result: Result, figures: Path) -> list[Block]:
+    """The seven schedules, and the light model in one stretch of time, on spaced plans."""
+    blocks: list[Block] = []
+    for found in result["families"]:
+        name, pairs = found["family"] or "family", found["contrasts"]
+        text = f"**{name}, `{found['spacing']}`**, about {found['calls']:.0f} calls a row, light {found['light']}, "
+        text += f"heavy {found['heavy']}: {found['n']} samples of each schedule, length {found['length']}, judge "
+        text += f"{found['judge']}. Calls take the model of the masked share they begin with. "
+        sandwich = signed(against(pairs, "sandwich", "heavy"))
+        best = min(paper.MIXED, key=lambda other: against(pairs, other, "heavy")[0])
+        text += f"Best with 25% light: {best}, {signed(against(pairs, best, 'heavy'))}; the sandwich {sandwich}."
+        for key, what in (("middle_minus_ends", "quarters"), ("stretches_middle_minus_ends", "eighths")):
+            if None not in (item := found[key])["ci"]:
+                text += f" Light {what} in the middle against those at the ends: "
+                text += f"{signed((item['difference'], *item['ci']))}."
+        bare = {**found, "rows": [{k: v for k, v in row.items() if k != "gap_paid"} for row in found["rows"]]}
+        table = [
+            {"t": f"{row['from']:.3f} to {row['to']:.3f}", "FLOPs saved": percent(row["flops_saved"])}
+            | {"log-PPL against heavy": signed([np.nan if v is None else v for v in (row["loss"], *row["ci"])])}
+            for row in found["by_stretch"]
+        ]
+        drawn = draw.stretches({**found, "rows": found["by_stretch"]}, figures / f"spaced-{name}.png")
+        blocks += [
+            text,
+            Figure(drawn, f"What the light model costs in each stretch of time, {name} on spaced plans."),
+            seven_table(f"spaced-{name}", f"Seven schedules on `{found['spacing']}`, {name}", bare),
+            Table.of(f"spaced-stretches-{name}", f"The light model in one stretch of time, {name}", table),
+        ]
+    return blocks
+
+
 def tuner(result: Result, figures: Path) -> list[Block]:
     """What the tuner recommends, and what is best on fresh rows."""
     chosen: dict[str, list[str]] = {}
