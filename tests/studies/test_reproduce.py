@@ -592,14 +592,14 @@ def test_prefixes_continue_held_out_text(whole: tuple[Path, dict[str, Any]]) -> 
 
 
 def test_spaced_plans_write_positions_apart(whole: tuple[Path, dict[str, Any]]) -> None:
-    """At a quarter of the length, and the light model of a stretch makes about an eighth of the calls."""
+    """At a quarter of the length, and every call is light in one of the stretches."""
     (found,) = data_of(whole[0], "spaced")["result"]["families"]  # the family of tokens is the first one here
     assert found["spacing"] == f"spaced:{LENGTH // 4}" and found["calls"] <= LENGTH // 2
     assert [row["stretch"] for row in found["by_stretch"]] == list(range(8))
     by = {row["schedule"]: row for row in found["rows"]}
-    saved = {name: by[name]["flops_saved"] for name in ("heavy", "light", "sandwich")}
-    assert saved["heavy"] < min(row["flops_saved"] for row in found["by_stretch"])
-    assert max(row["flops_saved"] for row in found["by_stretch"]) < saved["light"]
+    saved = {name: by[name]["flops_saved"] for name in ("heavy", "light")}
+    each = [row["flops_saved"] for row in found["by_stretch"]]  # each call is light in one of them
+    assert sum(each) - 8 * saved["heavy"] == pytest.approx(saved["light"] - saved["heavy"], rel=1e-4)
 
 
 def test_stages_are_in_order_of_training(whole: tuple[Path, dict[str, Any]]) -> None:
