@@ -26,7 +26,6 @@ from relaylm.measure import metrics
 from relaylm.measure.compare import compare
 from relaylm.measure.importance import importance
 from relaylm.measure.likelihood import spread_rows
-from relaylm.measure.pairs import default_spacing, family_pairs
 from relaylm.measure.rivals import SLACK, Entry, expected_flops, one_model, steps_within
 from relaylm.sampling.sample import sample
 from relaylm.search.search import search
@@ -309,10 +308,8 @@ def on_spaced_plans(setup: Setup, family: Family) -> Result:
 
 
 def spacing_of(family: Family, length: int) -> Spacing:
-    """The family's own spacing, else that of its table of pairs, else a usual one; below the length."""
-    table = family_pairs(family)
-    own = Spacing.parse(family.meta["spacing"]) if "spacing" in family.meta else None
-    chosen = own or (Spacing(min(DISTANCE, length // 4)) if table is None else default_spacing(table, length))
+    """The family's own spacing for this length, else a usual one; below the length."""
+    chosen = family.spacing(length) or Spacing(min(DISTANCE, length // 4))
     return replace(chosen, distance=max(1, min(chosen.distance, length - 1)))
 
 

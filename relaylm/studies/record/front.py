@@ -253,8 +253,8 @@ def middle_model(family: Family) -> str | None:
     return min(between, key=lambda name: abs(cost[name] - cost[family.heavy] / 2), default=None)
 
 
-def largest(cost: Callable[[Any], float], limit: float, x: float, whole: bool, tries: int = 8) -> float | None:
-    """About the largest x whose cost, which rises with it, is within a limit: at least 97% of the limit, or the last
+def largest(cost: Callable[[Any], float], limit: float, x: float, whole: bool, tries: int = 6) -> float | None:
+    """About the largest x whose cost, which rises with it, is within a limit: at least 95% of the limit, or the last
     whole number. The search begins at x and takes cost for a power of x, at first for proportional. None if nothing
     within the limit was found."""
     low: tuple[float, float] | None = None
@@ -266,12 +266,12 @@ def largest(cost: Callable[[Any], float], limit: float, x: float, whole: bool, t
             low = (x, found)
         else:
             high = (x, found)
-        if (low and low[1] >= 0.97 * limit) or (whole and high and high[0] - (low[0] if low else 0) <= 1):
+        if (low and low[1] >= 0.95 * limit) or (whole and high and high[0] - (low[0] if low else 0) <= 1):
             break
         if before is not None and before[0] != x:
             power = min(2.0, max(0.2, math.log(found / before[1]) / math.log(x / before[0])))
         before = (x, found)
-        x = x * (0.985 * limit / found) ** (1 / power)
+        x = x * (0.98 * limit / found) ** (1 / power)
         if low and high:
             x = min(high[0] * (low[0] / high[0]) ** 0.1, max(low[0] * (high[0] / low[0]) ** 0.1, x))
         if whole:
