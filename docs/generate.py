@@ -123,6 +123,8 @@ def _prose(thing: Any) -> str:
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "speed": tables.speed,
     "spacing": tables.spacing,
+    "front": partial(tables.front, all_of=False),
+    "fronts": tables.front,
     "together": partial(tables.together, "wiki-bpe"),
     "together wiki-char": partial(tables.together, "wiki-char"),
     "predicted": tables.predicted,

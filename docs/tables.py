@@ -15,6 +15,7 @@ from relaylm.convert import formats
 from relaylm.core.schedule import Spacing
 from relaylm.core.spacing import expected_calls
 from relaylm.studies.paper.document import markdown_table
+from relaylm.studies.record import front as front_record
 
 FAMILIES = {
     "wiki-char": "Wikipedia in 27 symbols, length 256",
@@ -97,6 +98,44 @@ def together(name: str, records: Path) -> str:
         rows.append(row)
     what = f"`{name}`, 12 blocks, length {length}, {found['rows']} rows on {_machine(found)}"
     return f"{what}:\n\n{_table(rows)}"
+
+
+def front(records: Path, families: Sequence[str] = ("wiki-bpe", "wiki-char", "books-char"), all_of: bool = True) -> str:
+    """What each way of saving operations loses on samples and in likelihood, a table for each family that has a record,
+    or for the first. Where none has, what is lost at a number of calls."""
+    there = [name for name in families if (records / "front" / f"{name}.json").is_file()]
+    shown = [_front(name, _load(records, f"front/{name}")) for name in (there if all_of else there[:1])]
+    return "\n\n".join(shown) if shown else together("wiki-bpe", records)
+
+
+def _front(name: str, found: Mapping[str, Any]) -> str:
+    levels = sorted({cell["level"] for cell in found["cells"] if cell["level"] is not None})
+    rows = []
+    for kind, title in {**front_record.KINDS, "also": "the tuner's choice"}.items():
+        own = {cell["level"]: cell for cell in found["cells"] if cell["kind"] == kind}
+        row = {f"{level:.0%} saved": _front_cell(own.get(level), level) for level in levels}
+        if own and any(row.values()):
+            rows.append({"`" + name + "`": title, **row})
+    what = (
+        f"`{name}`, {found['heavy']}, length {found['length']}, {found['n']} samples of a cell (a quarter as many for "
+    )
+    what += f"EB-Sampler and low-confidence), {found['bound_rows']} held-out rows, {_machine(found)}: extra "
+    what += "log-perplexity of samples; loss in likelihood, nats for one position; both in hundredths"
+    return f"{what}:\n\n{_table(rows)}"
+
+
+def _front_cell(cell: Mapping[str, Any] | None, level: float) -> str:
+    """Both losses with half of their intervals; the share saved where it is not that of the column."""
+    if cell is None:
+        return ""
+
+    def shown(item: Mapping[str, Any] | None) -> str:
+        if item is None or item["loss"] is None or None in item["ci"]:
+            return "-"
+        return f"{item['loss']:+.1f} ± {(item['ci'][1] - item['ci'][0]) / 2:.1f}"
+
+    other = "" if abs(cell["saved"] - level) < 0.015 else f" ({cell['saved']:.0%})"
+    return f"{shown(cell['samples'])}; {shown(cell['bound'])}{other}"
 
 
 def predicted(records: Path) -> str:
