@@ -162,10 +162,27 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 
 def _foreign(folder: Path) -> str | None:
-    """A file of a marked folder that was added or edited since `write_folder`; None if there is none."""
-    written = read_object(folder / MARK).get("files")
-    known = written if isinstance(written, dict) else {}
-    return next((name for name, digest in _hashes(folder).items() if known.get(name) != digest), None)
+    """A file of a marked folder that others added or edited since `write_folder`; None if there is none."""
+    mark = read_object(folder / MARK)
+    return next((name for name, digest in _hashes(folder).items() if not _ours(mark, name, digest)), None)
+
+
+def _ours(mark: dict[str, Any], name: str, digest: str) -> bool:
+    """Is this what `write_folder` or `amend_folder` wrote under a name?"""
+    files, amended = (value if isinstance(value := mark.get(key), dict) else {} for key in ("files", "amended"))
+    return digest == files.get(name) or digest in (amended.get(name) or ())
+
+
+def amend_folder(folder: Path, name: str, value: Any) -> None:
+    """Write a JSON file into a folder of `write_folder`, which stays relaylm's to replace. The mark is written first
+    and allows what was there, too, so a kill in between does no harm; a file that others edited stays theirs."""
+    path, data = folder / name, json.dumps(value, indent=1) + "\n"
+    mark = read_object(folder / MARK) if (folder / MARK).is_file() else None
+    if mark is not None and (not path.exists() or _ours(mark, name, file_sha256(path))):
+        digest, amended = hashlib.sha256(data.encode()).hexdigest(), mark.get("amended") or {}
+        if digest not in (known := amended.get(name) or []):
+            write_json(folder / MARK, {**mark, "amended": {**amended, name: [*known, digest]}})
+    atomic_write(path, data)
 
 
 def _remove_abandoned(target: Path) -> None:

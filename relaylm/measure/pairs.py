@@ -25,7 +25,7 @@ from relaylm.core.pairs import PairTable, default_spacing
 from relaylm.core.plan import uniforms
 from relaylm.core.schedule import Spacing
 from relaylm.errors import UserError
-from relaylm.files import read_object, write_json
+from relaylm.files import amend_folder, read_object
 from relaylm.models.compat import check_whole
 from relaylm.models.folder import MANIFEST, PAIRS
 from relaylm.progress import progress_bar
@@ -121,8 +121,8 @@ def keep_pairs(folder: Path, table: PairTable) -> Spacing:
     steps its default, which is returned."""
     manifest = read_object(folder / MANIFEST)
     spacing = default_spacing(table, int(manifest["length"]))
-    write_json(folder / PAIRS, table.to_json())
-    write_json(folder / MANIFEST, {**manifest, "meta": {**manifest.get("meta", {}), "spacing": str(spacing)}})
+    amend_folder(folder, PAIRS, table.to_json())
+    amend_folder(folder, MANIFEST, {**manifest, "meta": {**manifest.get("meta", {}), "spacing": str(spacing)}})
     return spacing
 
 

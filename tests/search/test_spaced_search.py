@@ -3,6 +3,7 @@ independent runs."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -117,6 +118,29 @@ def test_a_family_keeps_its_table_and_a_search_uses_it(family: Family, tmp_path:
     spaced = [row for row in found["bounds"] if "spaced" in row["schedule"]]
     assert {"rival"} <= {row["kind"] for row in spaced} <= {"rival", "mixed"}
     assert all(row["saved"] >= 0.6 - 1e-9 for row in spaced)
+
+
+def test_a_kept_table_is_relaylms_own_file(family: Family, tmp_path: Path) -> None:
+    """A family with a kept table may be replaced; saved again as it was it keeps the table; hand edits stay."""
+    folder = tmp_path / "f"
+
+    def save(length: int) -> None:
+        models = family.models
+        save_family(folder, models, family.tokenizer, length=length, overwrite=True)  # type: ignore[arg-type]
+
+    save(LENGTH)
+    keep_pairs(folder, TABLE)
+    keep_pairs(folder, dataclasses.replace(TABLE, rows=3))
+    save(LENGTH)
+    assert Family.load(folder).meta["spacing"] == str(default_spacing(TABLE, LENGTH))
+    save(LENGTH // 2)
+    assert family_pairs(Family.load(folder)) is None
+    manifest = folder / "family.json"
+    manifest.write_text(manifest.read_text().replace('"name": "f"', '"name": "mine"'))
+    keep_pairs(folder, TABLE)
+    with pytest.raises(UserError, match=r"family\.json in it is not as relaylm wrote it"):
+        save(LENGTH)
+    assert Family.load(folder).name == "mine"
 
 
 def test_blocks_do_not_price_spaced_plans(family: Family, problem: Problem) -> None:
