@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import gc
 import hashlib
+import importlib
+import itertools
 import json
 import os
+import pkgutil
 import secrets
+import shutil
 import signal
 import sys
 import tempfile
@@ -19,11 +25,29 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor
+from concurrent.futures import wait as wait_for
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results" / "campaigns"
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came of a case: what is counted, and what went wrong, by name."""
+
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    failures: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+
+
+CASE: list[Callable[[int], Outcome]] = []  # in a copy of this process, the function that it was made for
+
+
+def run_case(case: int) -> Outcome:
+    return CASE[-1](case)
 
 
 class Campaign:
@@ -48,30 +72,56 @@ class Campaign:
         if self.options.seed is not None and kept.get("seed") != self.options.seed:
             kept = {}
         self.seed: int = kept.get("seed", self.options.seed if self.options.seed is not None else secrets.randbits(32))
-        self.done: int = kept.get("done", 0)
+        self.done: set[int] = set(kept.get("done", ()))
         self.counts: Counter[str] = Counter(kept.get("counts", {}))
         self.failures: list[dict[str, Any]] = kept.get("failures", [])
         self.details: dict[str, Any] = kept.get("details", {})
         self.seconds: float = kept.get("seconds", 0.0)
         self.began = self.kept = time.monotonic()
-        print(f"{name}: seed {self.seed}, {self.size} cases, {self.done} done", flush=True)
+        self.stopped = False
+        print(f"{name}: seed {self.seed}, {self.size} cases, {len(self.done)} done", flush=True)
 
     def wanted(self, kinds: list[str]) -> list[str]:
         """The kinds of cases that --only leaves."""
         words = (self.options.only or "").split(",")
         return [kind for kind in kinds if any(word in kind for word in words)]
 
-    def cases(self, counted: str | None = None) -> Iterator[int]:
-        """Numbers of the cases that are not done: `size` of them, or as many as it takes to count so many of
-        something."""
-        while (self.done if counted is None else self.counts[counted]) < self.size:
-            if time.monotonic() - self.began > 60 * self.options.minutes:
-                print(f"{self.name}: stopped after {self.done} of {self.size}; run it again to go on", flush=True)
+    def cases(self) -> Iterator[int]:
+        """Numbers of the cases that are not done."""
+        for case in self._left():
+            yield case
+            self._end(case)
+
+    def each(self, one: Callable[[int], Outcome], jobs: int, counted: str | None = None) -> None:
+        """Run the cases that are not done, in copies of this process: `size` of them, or as many as it takes to count
+        so many of something."""
+        left = self._left(counted)
+        with ProcessPoolExecutor(jobs, get_context("fork"), CASE.append, (one,)) as pool:
+            running = {pool.submit(run_case, case): case for case in itertools.islice(left, jobs)}
+            while running:
+                for ended in wait_for(running, return_when=FIRST_COMPLETED).done:
+                    case, outcome = running.pop(ended), ended.result()
+                    self.counts += outcome.counts
+                    for name, why in outcome.failures:
+                        self.fail(name, why)
+                    self._end(case)
+                    running |= {pool.submit(run_case, case): case for case in itertools.islice(left, 1)}
+
+    def _left(self, counted: str | None = None) -> Iterator[int]:
+        for case in itertools.count():
+            if (case if counted is None else self.counts[counted]) >= self.size:
                 return
-            yield self.done
-            self.done += 1
-            if time.monotonic() - self.kept > 2:
-                self._keep()
+            if time.monotonic() - self.began > 60 * self.options.minutes:
+                self.stopped = True
+                print(f"{self.name}: stopped after {len(self.done)} of {self.size}; run it again to go on", flush=True)
+                return
+            if case not in self.done:
+                yield case
+
+    def _end(self, case: int) -> None:
+        self.done.add(case)
+        if time.monotonic() - self.kept > 2:
+            self._keep()
 
     def fail(self, case: Any, why: str) -> None:
         """Note a case that went wrong."""
@@ -87,7 +137,7 @@ class Campaign:
         self._keep()
         record = {
             "campaign": self.name,
-            "cases": self.done,
+            "cases": len(self.done),
             "size": self.size,
             "failures": self.failures,
             "counts": dict(sorted(self.counts.items())),
@@ -98,15 +148,15 @@ class Campaign:
             **how_made(torch.device("cpu")),
         }
         self.path.write_text(json.dumps(record, indent=1) + "\n")
-        if time.monotonic() - self.began <= 60 * self.options.minutes:
+        if not self.stopped:
             self.partial.unlink(missing_ok=True)
-        print(f"{self.name}: {self.done} cases, {len(self.failures)} failures, {dict(self.counts)}", flush=True)
+        print(f"{self.name}: {len(self.done)} cases, {len(self.failures)} failures, {dict(self.counts)}", flush=True)
         return 1 if self.failures else 0
 
     def _keep(self) -> None:
         state = {
             "seed": self.seed,
-            "done": self.done,
+            "done": sorted(self.done),
             "counts": self.counts,
             "failures": self.failures,
             "details": self.details,
@@ -169,17 +219,19 @@ def run(argv: list[str], log: Path, before: Callable[[], None] | None = None, se
 
 
 def warm_up() -> None:
-    """Import what commands need, so that copies of this process start at once."""
+    """Import the whole package, so that copies of this process start at once, and none of them reads code that was
+    edited since."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 
-    torch.set_num_threads(1)
-    from importlib import import_module
+    import relaylm
 
-    for name in ("cli.main", "models.family", "train.family", "train.corpus", "search.search", "measure.compare"):
-        import_module(f"relaylm.{name}")
-    for name in ("studies.compose.compose", "studies.compose.view", "convert", "sampling.confidence"):
-        import_module(f"relaylm.{name}")
+    torch.set_num_threads(1)
+    for module in pkgutil.walk_packages(relaylm.__path__, "relaylm."):
+        if not module.name.endswith("__main__"):
+            with contextlib.suppress(ModuleNotFoundError):  # a package that is not installed
+                importlib.import_module(module.name)
+    gc.freeze()  # collecting garbage in a copy would copy all of this
 
 
 # ----------------------------------------------------------------------------------- commands, and their results
@@ -252,28 +304,29 @@ class Commands:
             if run(words, log) != 0:
                 raise RuntimeError(f"{words[0]} failed: {log.read_text()[-2000:]}")
         own = ["--family", family, "--seed", "3"]
+
+        def json_in(work: Path) -> Any:
+            return json_at(work / "r.json")
+
+        def search(words: str) -> tuple[list[str], Callable[[Path], Any]]:
+            return ["search", *words.split(), *own], json_in
+
         self.words: dict[str, tuple[list[str], Callable[[Path], Any]]] = {
             "prepare": (["prepare", text, "WORK/c", "--tokenizer", "bpe:300"], lambda work: tree(work / "c")),
             "train": (["train", corpus, "WORK/out", *self.train], trained),
-            "search tune": (
-                ["search", "tune", *own, "--rows", "60", "--budget", "20%", "--segments", "2", "--steps", "8"],
-                lambda work: json_at(work / "r.json"),
+            "search tune": search("tune --budget 20% --rows 44 --densities 1 --segments 2 --steps 4"),
+            "search exhaustive": search(
+                "exhaustive --light-segments 1 --segments 2 -n 4 --confirm 4 --steps 3",
             ),
-            "search exhaustive": (
-                ["search", "exhaustive", *own, "--light-segments", "1", "--segments", "3", "-n", "8", "--steps", "6"],
-                lambda work: json_at(work / "r.json"),
-            ),
-            "search evolve": (
-                ["search", "evolve", *own, "--rows", "40", "--budget", "20%", "--segments", "3", "--steps", "6"],
-                lambda work: json_at(work / "r.json"),
-            ),
-            "compare": (
-                ["compare", *own, "-n", "12", "--steps", "6", "--schedules", "light,heavy"],
-                lambda work: json_at(work / "r.json"),
-            ),
+            "search evolve": search("evolve --budget 20% -n 4 --confirm 4 --segments 2 --steps 3"),
+            "compare": (["compare", *own, "-n", "12", "--steps", "6", "--schedules", "light,heavy"], json_in),
             "compose": (
-                ["compose", *own, "-n", "8", "--steps", "2,4", "--rules", "ancestral,low-confidence"],
-                lambda work: json_at(work / "r.json"),
+                ["compose", *own, *["-n", "4", "--steps", "3", "--rules", "ancestral,low-confidence"]],
+                json_in,
+            ),
+            "pairs": (
+                ["pairs", "--family", "WORK/family", "--text", text, "--keep"],
+                lambda work: tree(work / "family"),
             ),
             "convert": (["convert", "--to-mdlm", family, "WORK/m", "--overwrite"], lambda work: tree(work / "m")),
             "sample": (
@@ -282,10 +335,23 @@ class Commands:
             ),
         }
 
+    def folder(self) -> Path:
+        """An empty folder for this process alone; what a command prints goes beside it, under the suffix .log."""
+        work = self.place / f"work-{os.getpid()}"
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        return work
+
+    def said(self, work: Path) -> str:
+        """The end of what the last command printed."""
+        return work.with_suffix(".log").read_text(errors="replace")[-800:]
+
     def argv(self, kind: str, work: Path) -> list[str]:
         """The command line of a kind, in a folder of its own."""
+        if kind == "pairs" and not (work / "family").exists():  # it changes a family
+            shutil.copytree(self.place / "trained" / "family", work / "family")
         words = [word.replace("WORK", str(work)) for word in self.words[kind][0]]
-        if kind not in ("prepare", "train", "convert"):
+        if kind not in ("prepare", "train", "convert", "pairs"):
             words += ["--json", str(work / "r.json")]
         if kind.startswith("search") or kind in ("compare", "compose"):
             words += ["--store", str(work / "store")]
@@ -298,6 +364,8 @@ class Commands:
 
 @contextlib.contextmanager
 def workplace() -> Iterator[Path]:
-    """A folder that is removed at the end."""
-    with tempfile.TemporaryDirectory(prefix="campaign-") as name:
+    """A folder that is removed at the end: in memory, where there is room, since no power is cut here."""
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2**30
+    with tempfile.TemporaryDirectory(prefix="campaign-", dir=memory if roomy else None) as name:
         yield Path(name)

@@ -7,19 +7,25 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <unistd.h>
 
-static long left = -1, seen = 0;
+static long left = -1;
+static long *seen = 0; /* shared with the process that made this one, which reads it when this one has ended */
 static int mode = 0; /* 0: ENOSPC once; 1: ENOSPC from then on; 2: half of a write, then the process ends */
 static char prefix[4096] = "";
 
-void faults_arm(long number, int how, const char *folder) {
-    seen = 0, left = number, mode = how;
+void faults_ready(void) { /* in the process that makes copies of itself */
+    if (!seen) seen = mmap(0, sizeof *seen, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    *seen = 0;
+}
+void faults_arm(long number, int how, const char *folder) { /* in a copy; a negative number: only count */
+    left = number, mode = how;
     strncpy(prefix, folder, sizeof prefix - 1);
 }
-long faults_seen(void) { return seen; }
+long faults_seen(void) { return *seen; }
 
 static int below(const char *path) { return prefix[0] && path && strncmp(path, prefix, strlen(prefix)) == 0; }
 static int file_below(int fd) {
@@ -31,10 +37,8 @@ static int file_below(int fd) {
     return below(path);
 }
 static int due(void) { /* is this change the one that fails? */
-    seen++;
-    if (left < 0) return 0;
-    if (seen == left + 1 || (mode == 1 && seen > left)) return 1;
-    return 0;
+    ++*seen;
+    return left >= 0 && (*seen == left + 1 || (mode == 1 && *seen > left));
 }
 #define REAL(type, name, ...) type (*real)(__VA_ARGS__) = (type (*)(__VA_ARGS__))dlsym(RTLD_NEXT, name)
 #define FAIL do { if (mode == 2) _exit(9); errno = ENOSPC; return -1; } while (0)

@@ -2,7 +2,7 @@
 fails once with a full disk, fails from then on, or is torn in half as the process ends. The command must end with its
 result or with one sentence, and run again it must give the result that nobody disturbed. The calls are counted in the
 C library, so those of SQLite and safetensors are among them. Needs a C compiler and Linux.
-Example: python tests/campaigns/faults.py --size 100000 (every change; --size N takes N of them, evenly spread)"""
+Example: python tests/campaigns/faults.py --size 100000 --jobs 2 (every change; --size N takes N of them at random)"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.campaigns.common import Campaign, Commands, difference, run, warm_up, workplace
+from tests.campaigns.common import Campaign, Commands, Outcome, difference, run, warm_up, workplace
 
 MODES = ("once", "from then on", "torn")
 TORN = 9  # the exit status of a process that ended in the middle of a write
@@ -36,69 +36,65 @@ def preloaded(argv: list[str]) -> None:
         shutil.rmtree(library.parent)
 
 
+class Faults:
+    """The commands, each with its undisturbed result and how many changes on disk it makes."""
+
+    def __init__(self, campaign: Campaign, place: Path) -> None:
+        self.library, self.place = ctypes.CDLL(os.environ["FAULTS"]), place
+        self.library.faults_seen.restype = ctypes.c_long
+        self.commands, self.reference, self.changes = Commands(place), {}, {}
+        for kind in campaign.wanted(list(self.commands.words)):
+            work = self.commands.folder()
+            if (code := self.run(kind, work, -1, 0)) != 0:
+                raise RuntimeError(f"{kind} ended with {code}: {self.commands.said(work)}")
+            self.reference[kind], self.changes[kind] = self.commands.result(kind, work), self.library.faults_seen()
+        self.plan = [
+            (kind, number, mode)
+            for kind, changes in self.changes.items()
+            for mode in range(len(MODES))
+            for number in range(changes)
+        ]
+        random.Random(campaign.seed).shuffle(self.plan)
+
+    def run(self, kind: str, work: Path, number: int, mode: int) -> int | None:
+        """Run a command whose number-th change on disk goes wrong (none, if that is negative)."""
+
+        def arm() -> None:
+            self.library.faults_arm(ctypes.c_long(number), mode, os.fsencode(work))
+
+        self.library.faults_ready()
+        return run(self.commands.argv(kind, work), work.with_suffix(".log"), arm)
+
+    def one(self, case: int) -> Outcome:
+        """One fault, and the same command again."""
+        kind, number, mode = self.plan[case]
+        outcome, work, name = Outcome(), self.commands.folder(), f"{kind}, change {number}, {MODES[mode]}"
+        code = self.run(kind, work, number, mode)
+        outcome.counts[f"{kind}, {MODES[mode]}: ended with {code}"] += 1
+        if self.library.faults_seen() <= number:  # fewer changes than without a fault, which is no fault
+            outcome.counts[f"{kind}: made fewer changes"] += 1
+        if code not in (0, 2, TORN) or "Traceback" in self.commands.said(work):
+            outcome.failures.append((name, f"ended with {code}: {self.commands.said(work)}"))
+        elif (again := self.run(kind, work, -1, 0)) != 0:
+            outcome.failures.append((name, f"run again it ended with {again}: {self.commands.said(work)}"))
+        elif found := difference(self.commands.result(kind, work), self.reference[kind]):
+            outcome.failures.append((name, f"run again, another result: {found}"))
+        return outcome
+
+
 def main(argv: list[str]) -> int:
+    if shutil.which("cc") is None:
+        print("faults: skipped, there is no C compiler (cc)")
+        return 0
     preloaded(argv)
-    campaign = Campaign("faults", __doc__ or "", 300, argv)
-    library = ctypes.CDLL(os.environ["FAULTS"])
-    library.faults_seen.restype = ctypes.c_long
-
-    def arm(number: int, mode: int, folder: Path) -> None:
-        library.faults_arm(ctypes.c_long(number), mode, os.fsencode(folder))
-
+    campaign = Campaign("faults", __doc__ or "", 300, argv, jobs=1)
     warm_up()
     with workplace() as place:
-        commands, work, log = Commands(place), place / "work", place / "log"
-        reference, plan = {}, []
-        for kind in campaign.wanted(list(commands.words)):
-            work.mkdir()
-            counter = place / "count"
-            if (code := counted(commands.argv(kind, work), log, counter, arm, library, work)) != 0:
-                raise RuntimeError(f"{kind} ended with {code}: {log.read_text()[-2000:]}")
-            reference[kind] = commands.result(kind, work)
-            changes = int(counter.read_text())
-            campaign.details.setdefault("changes on disk", {})[kind] = changes
-            plan += [(kind, number, mode) for mode in range(len(MODES)) for number in range(changes)]
-            shutil.rmtree(work)
-        rng = random.Random(campaign.seed)
-        rng.shuffle(plan)
-        campaign.details["faults possible"] = len(plan)
-        campaign.size = min(campaign.size, len(plan))
-        for case in campaign.cases():
-            kind, number, mode = plan[case]
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir()
-            words = commands.argv(kind, work)
-            code = run(words, log, lambda number=number, mode=mode: arm(number, mode, work))
-            said = log.read_text(errors="replace")
-            campaign.counts[f"{kind}, {MODES[mode]}: ended with {code}"] += 1
-            name = f"{kind}, change {number}, {MODES[mode]}"
-            if code not in (0, 2, TORN) or "Traceback" in said:
-                campaign.fail(name, f"ended with {code}: {said[-800:]}")
-                continue
-            if (again := run(words, log)) != 0:
-                campaign.fail(name, f"run again it ended with {again}: {log.read_text()[-800:]}")
-            elif found := difference(commands.result(kind, work), reference[kind]):
-                campaign.fail(name, f"run again, another result: {found}")
-        return campaign.finish()
-
-
-def counted(words: list[str], log: Path, counter: Path, arm: object, library: ctypes.CDLL, work: Path) -> int | None:
-    """Run a command undisturbed in a copy of this process, which writes down how many changes it made."""
-    from relaylm.cli import main as cli
-
-    command = cli.main
-
-    def main_and_count(argv: list[str]) -> int:
-        arm(-1, 0, work)  # type: ignore[operator]
-        code = command(argv)
-        counter.write_text(str(library.faults_seen()))
-        return code
-
-    cli.main = main_and_count  # type: ignore[assignment]
-    try:
-        return run(words, log)
-    finally:
-        cli.main = command
+        faults = Faults(campaign, place)
+        campaign.details |= {"changes on disk": faults.changes, "faults possible": len(faults.plan)}
+        campaign.size = min(campaign.size, len(faults.plan))
+        campaign.each(faults.one, campaign.options.jobs)
+        return campaign.finish(jobs=campaign.options.jobs)
 
 
 if __name__ == "__main__":

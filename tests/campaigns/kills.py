@@ -1,71 +1,169 @@
-"""Kills: commands that write are ended by SIGKILL at random moments, once or several times, and run again to their end:
-every result must be that of a run that nobody disturbed. Example: python tests/campaigns/kills.py --size 1000"""
+"""Kills: commands that write, and a server under load, are ended by SIGKILL at random moments, once or several times,
+and run again to their end: every result and every answer must be that of a run that nobody disturbed.
+Example: python tests/campaigns/kills.py --size 1000 --jobs 2"""
 
 from __future__ import annotations
 
+import http.client
+import importlib.util
+import json
 import os
 import random
-import shutil
 import signal
+import socket
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.campaigns.common import Campaign, Commands, difference, forked, run, wait, warm_up, workplace
+from tests.campaigns.common import Campaign, Commands, Outcome, difference, forked, run, wait, warm_up, workplace
+
+SERVE = "serve"
+BODY = {"prompt": "the ", "steps": 4, "seed": 7}
+ASKS = (
+    ("/v1/completions", {**BODY, "max_tokens": 4, "n": 2}),
+    ("/v1/completions", {**BODY, "max_tokens": 3, "schedule": "light", "seed": 8}),
+    ("/v1/denoise", {**BODY, "length": 8, "schedule": "L50% H50%"}),
+)
+
+
+class Kills:
+    """The commands, each with its undisturbed result and the time it takes."""
+
+    def __init__(self, campaign: Campaign, place: Path) -> None:
+        self.seed, self.place, self.commands = campaign.seed, place, Commands(place)
+        self.reference: dict[str, Any] = {}
+        self.seconds: dict[str, float] = {}
+        served = all(importlib.util.find_spec(name) for name in ("starlette", "uvicorn", "sse_starlette"))
+        if not served:
+            print("kills: no serve, its packages are not installed", flush=True)
+        self.kinds = campaign.wanted([*self.commands.words, *([SERVE] if served else [])])
+        for kind in self.kinds:
+            began = time.monotonic()
+            work = self.commands.folder()
+            if (code := self.finish(kind, work)) != 0:
+                raise RuntimeError(f"{kind} ended with {code}: {self.commands.said(work)}")
+            self.seconds[kind], self.reference[kind] = time.monotonic() - began, self.result(kind, work)
+
+    def argv(self, kind: str, work: Path) -> list[str]:
+        """The command line; a server has the port in a file of the folder."""
+        if kind != SERVE:
+            return self.commands.argv(kind, work)
+        if not (work / "port").exists():
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                (work / "port").write_text(str(probe.getsockname()[1]))
+        return ["serve", "--family", str(self.place / "trained" / "family"), "--port", (work / "port").read_text()]
+
+    def finish(self, kind: str, work: Path) -> int | None:
+        """Run a command to its end; of a server, until it has answered everything, which is then its result."""
+        log = work.with_suffix(".log")
+        if kind != SERVE:
+            return run(self.argv(kind, work), log)
+        child = forked(self.argv(kind, work), log)
+        answers, until = [], time.monotonic() + 120
+        while time.monotonic() < until and (status := wait(child, 0)) is None:
+            try:
+                answers = [ask(int((work / "port").read_text()), *one) for one in ASKS]
+                break
+            except (OSError, http.client.HTTPException):
+                time.sleep(0.01)
+        (work / "answers").write_text(json.dumps(answers))
+        if status is None:
+            end(child)
+        return status or (0 if answers else 1)
+
+    def result(self, kind: str, work: Path) -> Any:
+        """What the command wrote, or what the server answered."""
+        return json.loads((work / "answers").read_text()) if kind == SERVE else self.commands.result(kind, work)
+
+    def one(self, case: int) -> Outcome:
+        """A command, killed one to three times and then run to its end."""
+        rng, outcome, work = random.Random(f"{self.seed} {case}"), Outcome(), self.commands.folder()
+        kind = rng.choice(self.kinds)
+        name = f"{case}, {kind}"
+        for _ in range(rng.randint(1, 3)):
+            child = forked(self.argv(kind, work), work.with_suffix(".log"))
+            stop = self.load(work, rng, name, outcome) if kind == SERVE else None
+            status = wait(child, rng.uniform(0, 1.1 * self.seconds[kind]))
+            if status is None:
+                end(child)
+                outcome.counts += {"kills": 1, f"kills of {kind}": 1}
+            elif status != 0 or kind == SERVE:
+                outcome.failures.append((name, f"ended with {status}: {self.commands.said(work)}"))
+            if stop is not None:
+                stop()
+        if (code := self.finish(kind, work)) != 0:
+            outcome.failures.append((name, f"run again it ended with {code}: {self.commands.said(work)}"))
+        elif found := difference(self.result(kind, work), self.reference[kind]):
+            outcome.failures.append((name, f"the result is not that of a run that nobody disturbed: {found}"))
+        left = [path for path in work.rglob(".*") if path.name != ".relaylm.json"]
+        outcome.counts["leftovers"] += len(left)
+        return outcome
+
+    def load(self, work: Path, rng: random.Random, name: str, outcome: Outcome) -> Callable[[], None]:
+        """Requests by three clients until the function that is returned is called; answers are compared."""
+        over, port, orders = threading.Event(), int((work / "port").read_text()), [rng.random() for _ in range(3)]
+
+        def client(order: float) -> None:
+            chosen = random.Random(order)
+            while not over.is_set():
+                which = chosen.randrange(len(ASKS))
+                try:
+                    found = ask(port, *ASKS[which])
+                except (OSError, http.client.HTTPException):  # not yet there, or no longer
+                    over.wait(0.005)
+                    continue
+                outcome.counts["answers under load"] += 1
+                if different := difference(found, self.reference[SERVE][which]):
+                    outcome.failures.append((name, f"another answer under load: {different}"))
+
+        clients = [threading.Thread(target=client, args=(order,)) for order in orders]
+        for one in clients:
+            one.start()
+
+        def stop() -> None:
+            over.set()
+            for one in clients:
+                one.join()
+
+        return stop
+
+
+def ask(port: int, path: str, body: dict[str, Any]) -> list[Any]:
+    """Status and texts of an answer; a stream of events that was cut off is an error."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        data = answer.read()
+        if answer.status != 200:
+            return [answer.status, data.decode(errors="replace")]
+        if path == "/v1/completions":
+            return [200, [choice["text"] for choice in json.loads(data)["choices"]]]
+        events = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: {")]
+        return [200, [event.get("text") for event in events]]
+    finally:
+        connection.close()
+
+
+def end(child: int) -> None:
+    """SIGKILL to a process and those it made."""
+    os.killpg(child, signal.SIGKILL) if os.getpgid(child) == child else os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def main(argv: list[str] | None = None) -> int:
-    campaign = Campaign("kills", __doc__ or "", 200, argv)
+    campaign = Campaign("kills", __doc__ or "", 200, argv, jobs=1)
     warm_up()
     with workplace() as place:
-        commands = Commands(place)
-        reference, seconds = {}, {}
-        kinds = campaign.wanted(list(commands.words))
-        for kind in kinds:
-            work = place / f"whole {kind}"
-            work.mkdir()
-            began = time.monotonic()
-            if (code := run(commands.argv(kind, work), place / "log")) != 0:
-                raise RuntimeError(f"{kind} ended with {code}: {(place / 'log').read_text()[-2000:]}")
-            seconds[kind], reference[kind] = time.monotonic() - began, commands.result(kind, work)
-        campaign.details["kinds"] = kinds
-        for case in campaign.cases("kills"):  # a case has none, one or several
-            one(campaign, commands, kinds, reference, seconds, place, case)
-        return campaign.finish()
-
-
-def one(
-    campaign: Campaign,
-    commands: Commands,
-    kinds: list[str],
-    reference: dict[str, object],
-    seconds: dict[str, float],
-    place: Path,
-    case: int,
-) -> None:
-    rng = random.Random(f"{campaign.seed} {case}")
-    kind = rng.choice(kinds)
-    work = place / "work"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    words = commands.argv(kind, work)
-    for _ in range(rng.randint(1, 3)):
-        child = forked(words, place / "log")
-        if wait(child, rng.uniform(0, 1.1 * seconds[kind])) is not None:
-            continue  # it was faster
-        os.killpg(child, signal.SIGKILL) if os.getpgid(child) == child else os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        campaign.counts["kills"] += 1
-        campaign.counts[f"kills of {kind}"] += 1
-    code = run(words, place / "log")
-    if code != 0:
-        campaign.fail(case, f"{kind}, run again, ended with {code}: {(place / 'log').read_text()[-800:]}")
-        return
-    if found := difference(commands.result(kind, work), reference[kind]):
-        campaign.fail(case, f"{kind}: the result is not that of a run that nobody disturbed: {found}")
-    left = [str(path.relative_to(work)) for path in work.rglob(".*") if path.name != ".relaylm.json"]
-    campaign.counts["leftovers"] += len(left)
+        kills = Kills(campaign, place)
+        campaign.details["kinds"] = kills.kinds
+        campaign.each(kills.one, campaign.options.jobs, "kills")  # a case has none, one or several
+        return campaign.finish(jobs=campaign.options.jobs)
 
 
 if __name__ == "__main__":
