@@ -1,16 +1,16 @@
-"""Fuzz: inputs made by a coverage-guided fuzzer (atheris) for the parsers that read what strangers write. An input may
-be refused with a UserError (or the server's Refused); any other exception, more than a second or more than 500 MB is a
-failure. Inputs that reached new code are kept, so a campaign goes on where it stopped.
-Example: python tests/campaigns/fuzz.py --size 10000000 (inputs, shared out over the targets; --only names targets)"""
+"""Fuzz: inputs made by a coverage-guided fuzzer (atheris, or mutate.py where that is not installed) for the parsers
+that read what strangers write. An input may be refused with a UserError (or the server's Refused); any other exception,
+more than a second or more than 500 MB is a failure. Inputs that reached new code are kept for the next process.
+Example: python tests/campaigns/fuzz.py --size 10000000 --jobs 2 (inputs, shared out over the targets)"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import io
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,11 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.campaigns.common import ROOT, Campaign
+from tests.campaigns import mutate
+from tests.campaigns.common import ROOT, Campaign, Outcome
 
 CORPUS = ROOT / ".hypothesis" / "fuzz"  # ignored by git, like hypothesis' own examples
 SECONDS, MEGABYTES = 1, 500
-Target = tuple[Callable[[], Callable[[bytes], object]], list[bytes]]
+PORTION = 100_000  # inputs that one process tries, of a target with share 1
+WEIGHTS = {"store": 0.1, "pickle": 0.4, "config": 0.4, "manifest": 0.4}  # fewer inputs where each takes milliseconds
 
 
 def text(data: bytes) -> str:
@@ -61,8 +63,7 @@ def share() -> Callable[[bytes], object]:
 
 def in_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
     """The input as a file, in memory where the machine has such a folder."""
-    place = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=place))
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=os.environ.get("FUZZ")))
 
     def one(data: bytes) -> None:
         (folder / name).write_bytes(data)
@@ -237,53 +238,75 @@ def guarded(one: Callable[[bytes], object]) -> Callable[[bytes], None]:
     return run
 
 
-def fuzz(target: str, runs: int, seconds: int, seed: int) -> None:
-    """In a process of its own: fuzz one target, and leave its inputs in the corpus."""
-    import resource
-
-    import atheris
-
-    with atheris.instrument_imports(include=["relaylm"]):
-        one = guarded(TARGETS[target]())
+def fuzz(target: str, inputs: int, seed: int) -> None:
+    """In a process of its own: fuzz one target, and leave inputs that reached new code in the corpus."""
     folder = CORPUS / target
     folder.mkdir(parents=True, exist_ok=True)
     for data in seeds(target):
         (folder / hashlib.sha1(data).hexdigest()).write_bytes(data)
-    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024 + MEGABYTES
-    words = [f"-runs={runs}", f"-max_total_time={seconds}", f"-timeout={SECONDS}", f"-rss_limit_mb={size}"]
-    words += [f"-seed={seed % 2**31 or 1}", "-print_final_stats=1", "-max_len=4096", f"-artifact_prefix={folder}-"]
+    longest = max(4096, *(2 * len(data) for data in seeds(target)))
+    if importlib.util.find_spec("atheris") is None:
+        mutate.fuzz(lambda: guarded(TARGETS[target]()), folder, inputs, seed, longest, SECONDS, MEGABYTES)
+        return
+    import atheris
+
+    with atheris.instrument_imports(include=["relaylm"]):
+        one = guarded(TARGETS[target]())
+    size = mutate.megabytes() + MEGABYTES
+    words = [f"-runs={inputs}", f"-timeout={SECONDS}", f"-rss_limit_mb={size}", f"-seed={seed % 2**31 or 1}"]
+    words += ["-print_final_stats=1", f"-max_len={longest}", f"-artifact_prefix={folder}-"]
     atheris.Setup([sys.argv[0], *words, str(folder)], one)
     atheris.Fuzz()
 
 
+def portion(target: str, inputs: int, seed: int) -> Outcome:
+    """So many inputs for a target, in a process of its own."""
+    command = [sys.executable, __file__, "--target", target, str(inputs), str(seed)]
+    outcome = Outcome()
+    with tempfile.TemporaryDirectory(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as place:
+        own = {**os.environ, "RELAYLM_FAMILY": "wiki-char", "OMP_NUM_THREADS": "1", "FUZZ": place}
+        own["CUDA_VISIBLE_DEVICES"] = ""
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=3600, env=own)
+        except subprocess.TimeoutExpired:
+            outcome.failures.append((target, "it hung for an hour"))
+            return outcome
+    said = done.stderr + done.stdout
+    executed = re.search(r"stat::number_of_executed_units:\s*(\d+)", said) or re.search(r"#(\d+)\s*DONE", said)
+    count = int(executed[1]) if executed else 0
+    outcome.counts += {target: count, "inputs": count}
+    if done.returncode:
+        outcome.failures.append((target, said[-1500:]))
+    print(f"fuzz: {target}: {count:,} inputs", flush=True)
+    return outcome
+
+
 def main(argv: list[str]) -> int:
     if argv[:1] == ["--target"]:
-        fuzz(argv[1], *map(int, argv[2:5]))
+        fuzz(argv[1], *map(int, argv[2:4]))
         return 0
-    campaign = Campaign("fuzz", __doc__ or "", 200_000, argv)
-    targets = campaign.wanted(list(TARGETS))
-    asked, campaign.size = campaign.size, len(targets)
-    each = min(36_000, int(60 * min(600.0, campaign.options.minutes) / len(targets)))
-    for case in campaign.cases():
-        target = targets[case]
-        command = [sys.executable, __file__, "--target", target]
-        numbers = map(str, (asked // len(targets), each, campaign.seed))
-        environment = {**os.environ, "RELAYLM_FAMILY": "wiki-char", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*command, *numbers], capture_output=True, text=True, errors="replace", env=environment)
-        said = done.stderr + done.stdout
-        executed = re.search(r"stat::number_of_executed_units:\s*(\d+)", said) or re.search(r"#(\d+)\s*DONE", said)
-        peak = re.search(r"stat::peak_rss_mb:\s*(\d+)", said)
-        campaign.counts[target] += int(executed[1]) if executed else 0
-        campaign.counts["inputs"] += int(executed[1]) if executed else 0
-        if peak:
-            campaign.details.setdefault("peak MB", {})[target] = int(peak[1])
-        if done.returncode:
-            campaign.fail(target, said[-1500:])
-        print(f"fuzz: {target}: {campaign.counts[target]:,} inputs", flush=True)
-    for left in Path(tempfile.gettempdir()).glob("fuzz-*"), Path("/dev/shm").glob("fuzz-*"):
-        for folder in left:
-            shutil.rmtree(folder, ignore_errors=True)
-    return campaign.finish(asked=asked)
+    engine = "atheris" if importlib.util.find_spec("atheris") else "sys.monitoring"
+    if engine != "atheris" and sys.version_info < (3, 12):
+        print("fuzz: skipped, it needs atheris, or Python 3.12 for the coverage of its own fuzzer")
+        return 0
+    campaign = Campaign("fuzz", __doc__ or "", 200_000, argv, jobs=1)
+    targets, asked = campaign.wanted([name for name in TARGETS if not lacking(name)]), campaign.size
+    shares = {target: WEIGHTS.get(target, 1.0) for target in targets}
+    plan = []  # portions of a few minutes at most, of all targets in turn
+    for target, share in shares.items():
+        inputs = round(asked * share / sum(shares.values()))
+        parts = -(-inputs // round(PORTION * share))
+        plan += [((part + 0.5) / parts, target, inputs // parts + (part < inputs % parts)) for part in range(parts)]
+    plan.sort()
+    campaign.size = len(plan)
+    campaign.each(lambda case: portion(*plan[case][1:], campaign.seed + case), campaign.options.jobs)
+    if missing := [name for name in TARGETS if lacking(name)]:
+        campaign.details["skipped, a package is not installed"] = missing
+    return campaign.finish(asked=asked, engine=engine, jobs=campaign.options.jobs)
+
+
+def lacking(target: str) -> bool:
+    return target == "http" and any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn"))
 
 
 if __name__ == "__main__":
