@@ -17,9 +17,10 @@ static long *seen = 0; /* shared with the process that made this one, which read
 static int mode = 0; /* 0: ENOSPC once; 1: ENOSPC from then on; 2: half of a write, then the process ends */
 static char prefix[4096] = "";
 
-void faults_ready(void) { /* in the process that makes copies of itself */
-    if (!seen) seen = mmap(0, sizeof *seen, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    *seen = 0;
+void faults_ready(void) { /* in a process that makes copies of itself, each such process with a page of its own */
+    static pid_t owner = 0;
+    if (owner != getpid()) seen = mmap(0, sizeof *seen, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    owner = getpid(), *seen = 0;
 }
 void faults_arm(long number, int how, const char *folder) { /* in a copy; a negative number: only count */
     left = number, mode = how;

@@ -71,9 +71,9 @@ class Faults:
         outcome, work, name = Outcome(), self.commands.folder(), f"{kind}, change {number}, {MODES[mode]}"
         code = self.run(kind, work, number, mode)
         outcome.counts[f"{kind}, {MODES[mode]}: ended with {code}"] += 1
-        if self.library.faults_seen() <= number:  # fewer changes than without a fault, which is no fault
-            outcome.counts[f"{kind}: made fewer changes"] += 1
-        if code not in (0, 2, TORN) or "Traceback" in self.commands.said(work):
+        if self.library.faults_seen() <= number:
+            outcome.failures.append((name, f"only {self.library.faults_seen()} changes were made"))
+        elif code not in (0, 2, TORN) or "Traceback" in self.commands.said(work):
             outcome.failures.append((name, f"ended with {code}: {self.commands.said(work)}"))
         elif (again := self.run(kind, work, -1, 0)) != 0:
             outcome.failures.append((name, f"run again it ended with {again}: {self.commands.said(work)}"))
