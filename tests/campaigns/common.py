@@ -305,6 +305,8 @@ class Commands:
                 raise RuntimeError(f"{words[0]} failed: {log.read_text()[-2000:]}")
         own = ["--family", family, "--seed", "3"]
 
+        quick = [word for key in ("steps=4", "batch=4", "checkpoint_every=2", "eval_rows=4") for word in ("--set", key)]
+
         def json_in(work: Path) -> Any:
             return json_at(work / "r.json")
 
@@ -314,6 +316,10 @@ class Commands:
         self.words: dict[str, tuple[list[str], Callable[[Path], Any]]] = {
             "prepare": (["prepare", text, "WORK/c", "--tokenizer", "bpe:300"], lambda work: tree(work / "c")),
             "train": (["train", corpus, "WORK/out", *self.train], trained),
+            "lighten": (
+                ["lighten", family, "--blocks", "1", "--corpus", corpus, "--out", "WORK/out", "--rows", "2", *quick],
+                trained,
+            ),
             "search tune": search("tune --budget 20% --rows 44 --densities 1 --segments 2 --steps 4"),
             "search exhaustive": search(
                 "exhaustive --light-segments 1 --segments 2 -n 4 --confirm 4 --steps 3",
@@ -351,7 +357,7 @@ class Commands:
         if kind == "pairs" and not (work / "family").exists():  # it changes a family
             shutil.copytree(self.place / "trained" / "family", work / "family")
         words = [word.replace("WORK", str(work)) for word in self.words[kind][0]]
-        if kind not in ("prepare", "train", "convert", "pairs"):
+        if kind not in ("prepare", "train", "lighten", "convert", "pairs"):
             words += ["--json", str(work / "r.json")]
         if kind.startswith("search") or kind in ("compare", "compose"):
             words += ["--store", str(work / "store")]

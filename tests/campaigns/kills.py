@@ -47,6 +47,8 @@ class Kills:
             if (code := self.finish(kind, work)) != 0:
                 raise RuntimeError(f"{kind} ended with {code}: {self.commands.said(work)}")
             self.seconds[kind], self.reference[kind] = time.monotonic() - began, self.result(kind, work)
+        if SERVE in self.seconds:
+            self.seconds[SERVE] *= 3  # to be killed at work more often than while it starts
 
     def argv(self, kind: str, work: Path) -> list[str]:
         """The command line; a server has the port in a file of the folder."""
@@ -63,7 +65,7 @@ class Kills:
         log = work.with_suffix(".log")
         if kind != SERVE:
             return run(self.argv(kind, work), log)
-        child = forked(self.argv(kind, work), log)
+        child, status = forked(self.argv(kind, work), log), None
         answers, until = [], time.monotonic() + 120
         while time.monotonic() < until and (status := wait(child, 0)) is None:
             try:
@@ -134,7 +136,7 @@ class Kills:
 
 
 def ask(port: int, path: str, body: dict[str, Any]) -> list[Any]:
-    """Status and texts of an answer; a stream of events that was cut off is an error."""
+    """Status and texts of an answer, or its events; a stream of events that was cut off is an error."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
@@ -145,7 +147,7 @@ def ask(port: int, path: str, body: dict[str, Any]) -> list[Any]:
         if path == "/v1/completions":
             return [200, [choice["text"] for choice in json.loads(data)["choices"]]]
         events = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: {")]
-        return [200, [event.get("text") for event in events]]
+        return [200, [[event.get(key) for key in ("positions", "tokens", "texts", "error")] for event in events]]
     finally:
         connection.close()
 
