@@ -63,11 +63,12 @@ def share() -> Callable[[bytes], object]:
 
 def in_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
     """The input as a file, in memory where the machine has such a folder."""
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=os.environ.get("FUZZ")))
+    folder = tempfile.TemporaryDirectory(prefix="fuzz-", dir=os.environ.get("FUZZ"))
+    path = Path(folder.name, name)
 
-    def one(data: bytes) -> None:
-        (folder / name).write_bytes(data)
-        read(folder / name)
+    def one(data: bytes, _folder: object = folder) -> None:  # which is removed when this function is no longer used
+        path.write_bytes(data)
+        read(path)
 
     return one
 
@@ -221,19 +222,21 @@ TARGETS: dict[str, Callable[[], Callable[[bytes], object]]] = {
 }
 
 
-def guarded(one: Callable[[bytes], object]) -> Callable[[bytes], None]:
-    """A target that lets refusals pass."""
+def guarded(one: Callable[[bytes], object]) -> Callable[[bytes], str]:
+    """A target that returns the message of a refusal, or an empty one."""
     from relaylm.errors import UserError
 
     allowed: tuple[type[BaseException], ...] = (UserError,)
     if "relaylm.serve.request" in sys.modules:
         allowed += (sys.modules["relaylm.serve.request"].Refused,)
 
-    def run(data: bytes) -> None:
+    def run(data: bytes) -> str:
         try:
             one(bytes(data))
         except allowed as error:
             assert len(str(error).splitlines()) <= 1 and len(str(error)) < 3000, "a message must be one short line"
+            return str(error)
+        return ""
 
     return run
 

@@ -1,6 +1,6 @@
 """A small coverage-guided fuzzer for Python 3.12: inputs are random changes of those kept so far, and an input under
-which a line of the package runs for the first time is kept. A line is reported once (`sys.monitoring`), so it costs
-nothing from then on."""
+which a line of Python runs for the first time, or which is refused in other words, is kept. A line is reported once
+(`sys.monitoring`), so it costs nothing from then on."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+MOST = 1000  # inputs that are kept for the words they are refused with
+NOT_WORDS = re.compile(r"""['\"\d/@].*(['\"\d/@]|\.\.\.)|[^ -~]""", re.DOTALL)  # what a message quotes
 PIECES = [b"9" * 40, b"\xff", b"\0", b"-1", b"1e999", b"NaN", b"null", b"true", b"0.5", b"%", b"[" * 300, b"{" * 300]
 PIECES += ["\u0661".encode(), b"\xed\xa0\x80", b"\xe2\x80\xae", b"\x1b[2J", b"\n", b"'", b'"', b"\\u0000", b"//", b".."]
 
@@ -55,7 +57,7 @@ def changed(rng: random.Random, kept: list[bytes], words: list[bytes], longest: 
 
 
 def fuzz(
-    make: Callable[[], Callable[[bytes], object]],
+    make: Callable[[], Callable[[bytes], str]],
     folder: Path,
     inputs: int,
     seed: int,
@@ -63,11 +65,12 @@ def fuzz(
     seconds: float,
     most: int,
 ) -> None:
-    """Try so many inputs; the first that fails is written beside the folder, and ends the process."""
-    one, rng, fresh = make(), random.Random(seed), [False]
+    """Try so many inputs, for a function that returns with which words it refused one; the first that fails is written
+    beside the folder, and ends the process."""
+    one, rng, fresh, refusals = make(), random.Random(seed), [False], {""}
 
     def line(code: CodeType, number: int) -> Any:
-        fresh[0] |= "relaylm" in code.co_filename
+        fresh[0] |= code.co_filename != __file__
         return monitoring.DISABLE
 
     def late(number: int, frame: FrameType | None) -> None:
@@ -80,14 +83,15 @@ def fuzz(
     signal.signal(signal.SIGPROF, late)
     kept = [path.read_bytes() for path in sorted(folder.iterdir())]
     words = PIECES + sorted({word for data in kept for word in re.findall(rb"\w+|\W", data) if len(word) < 64})
+    given = len(kept)
     one(kept[0])
     limit = megabytes() + most
     for number in range(inputs):
-        data = kept[number] if number < len(kept) else changed(rng, kept, words, longest)
+        data = kept[number] if number < given else changed(rng, kept, words, longest)
         fresh[0] = False
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            one(data)
+            words_of_refusal = NOT_WORDS.sub("", one(data))[:80]
             signal.setitimer(signal.ITIMER_PROF, 0)
             if megabytes() > limit:
                 raise MemoryError(f"over {most} MB")
@@ -98,7 +102,9 @@ def fuzz(
             failed.write_bytes(data)
             print(f"{failed.name}: {data[:400]!r}\nstat::number_of_executed_units: {number}")
             sys.exit(1)
-        if fresh[0] and number >= len(kept):
+        fresh[0] |= words_of_refusal not in refusals and len(kept) < MOST
+        refusals.add(words_of_refusal)
+        if fresh[0] and number >= given:
             kept.append(data)
             (folder / hashlib.sha1(data).hexdigest()).write_bytes(data)
     print(f"stat::number_of_executed_units: {inputs}")
