@@ -40,26 +40,45 @@ def sync(path: Path) -> None:
 
 
 def atomic_write(path: Path, data: bytes | str) -> None:
-    """Write a file whole or not at all. A full disk or an unwritable folder is a UserError, and what was there
-    stays."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # two writers never share one
+    """Write a file whole or not at all, and remove what writers of it left that were killed. A full disk or an
+    unwritable folder is a UserError, and what was there stays."""
+    view = memoryview(data.encode() if isinstance(data, str) else data)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
+        _remove_abandoned(path, "????????.tmp")
+        while not _written(path, view):
+            pass
+        sync(path.parent)
+    except OSError as error:
+        kept = "; the last good one is kept" if path.exists() else ""
+        raise UserError(f"cannot write {path}: {reason(error)}{kept}") from error
+
+
+def _written(path: Path, view: memoryview) -> bool:
+    """Write a file by way of a temporary neighbour; False if another writer of it removed that one in the moment before
+    it was locked."""
+    temporary, lock = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp"), None  # two writers never share one
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
+    try:
         try:
-            view = memoryview(data.encode() if isinstance(data, str) else data)
+            lock = _locked(temporary)
             while len(view):
                 view = view[os.write(handle, view) :]
             os.fsync(handle)
         finally:
             os.close(handle)
-        os.replace(temporary, path)
-        sync(path.parent)
-    except OSError as error:
+        try:
+            os.replace(temporary, path)
+        except FileNotFoundError:
+            return False
+    except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        kept = "; the last good one is kept" if path.exists() else ""
-        raise UserError(f"cannot write {path}: {reason(error)}{kept}") from error
+        raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+    return True
 
 
 def expand(path: str | Path) -> Path:
@@ -111,7 +130,7 @@ def write_folder(target: Path, fill: Callable[[Path], None], overwrite: bool) ->
             raise UserError(f"{target} is not empty: choose another folder, or --overwrite (overwrite=True)")
         if moved and not (target / MARK).is_file():
             raise UserError(f"{target} was not written by relaylm (it has no {MARK}), so it is not overwritten")
-        _remove_abandoned(target)
+        _remove_abandoned(target, "new-????????")
         new.mkdir(parents=True)
         lock = _locked(new)
         fill(new)
@@ -185,22 +204,25 @@ def amend_folder(folder: Path, name: str, value: Any) -> None:
     atomic_write(path, data)
 
 
-def _remove_abandoned(target: Path) -> None:
-    """Delete the unfinished folders of calls that were killed: nobody holds their lock any more."""
-    for left in target.parent.glob(f".{glob.escape(target.name)}.new-????????"):
+def _remove_abandoned(target: Path, names: str) -> None:
+    """Delete the unfinished files or folders of calls that were killed: nobody holds their lock any more."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.{names}"):
         if (lock := _locked(left)) is not None:
-            shutil.rmtree(left, ignore_errors=True)
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
             os.close(lock)
 
 
-def _locked(folder: Path) -> int | None:
-    """A handle that holds the lock of a folder until it is closed; None where another process has it, or where
-    folders cannot be locked."""
+def _locked(path: Path) -> int | None:
+    """A handle that holds the lock of a file or folder until it is closed; None where another process has it, or where
+    there are no locks."""
     if fcntl is None:
         return None
     handle = None
     try:
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return handle
     except OSError:

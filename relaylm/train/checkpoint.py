@@ -31,11 +31,9 @@ def _crc32(tensors: Mapping[str, Tensor]) -> str:
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Write a checkpoint, and remove what an earlier save left that was killed."""
+    """Write a checkpoint."""
     host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     atomic_write(path, safetensors.torch.save(host, {_STATE: json.dumps(state), _CRC: _crc32(host)}))
-    for leftover in path.parent.glob(f".{path.name}.*.tmp"):
-        leftover.unlink(missing_ok=True)
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
