@@ -43,10 +43,6 @@ def run(args: argparse.Namespace) -> tools.Result:
     family = tools.load_family(args)
     scale = args.scale if args.scale != "auto" else "gpu" if family.device.type == "cuda" else "cpu"
     others: dict[str, Any] = {"second": load(args.second), "bpe": load(args.bpe), "stages": list(map(load, stages))}
-    if scale == "cpu" and not only:
-        tools.note(
-            "all experiments at scale cpu take about a quarter of an hour with wiki-char on two cores; --only NAME"
-        )
     same = tools.chosen(args, "store text judge seed records")
     sized = SCALES[scale] if args.samples is None else replace(SCALES[scale], samples=args.samples)
     result = reproduce(family, sized, args.out, only=only or None, progress=True, note=tools.note, **others, **same)

@@ -1,6 +1,7 @@
 """How long work will take on this machine, said before it begins.
 
-The rate is that of one timed call of the heavy model, so the estimate holds for work that is made of such calls.
+The rate is that of one timed call of the heavy model, so the estimate holds for work that is made of such calls. Work
+that is made of something else (training, timing) is estimated from its own first pieces.
 """
 
 from __future__ import annotations
@@ -46,15 +47,18 @@ def in_words(seconds: float) -> str:
     return f"about {seconds / 60:.0f} minutes" if seconds < 5400 else f"about {seconds / 3600:.1f} hours"
 
 
+def say(what: str, seconds: float | None, hint: str = "") -> None:
+    """Write on standard error how long work will take, if that is over half a minute, and how to make it shorter."""
+    if seconds is not None and seconds >= SHORT:
+        print(f"{what}: {in_words(seconds)} on this machine{hint and f'; {hint}'}", file=sys.stderr, flush=True)
+
+
 def announce(
     family: Family, what: str, flops: float | None, length: int, rows: int, hint: str = "", everywhere: bool = False
 ) -> None:
-    """Write on standard error how long work will take, if that is over half a minute, and how to make it shorter."""
-    if flops is None or flops < SHORT * SLOWEST:
-        return
-    seconds = estimate(family, flops, length, rows, everywhere)
-    if seconds is not None and seconds >= SHORT:
-        print(f"{what}: {in_words(seconds)} on this machine{hint and f'; {hint}'}", file=sys.stderr, flush=True)
+    """`say` how long so many operations take."""
+    if flops is not None and flops >= SHORT * SLOWEST:
+        say(what, estimate(family, flops, length, rows, everywhere), hint)
 
 
 def announce_calls(family: Family, what: str, calls: int, length: int, hint: str = "") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from relaylm.core.cost import UNITS, Budget, Price, mean_price
 from relaylm.core.schedule import Schedule, Timetable
 from relaylm.errors import UserError
 from relaylm.measure import timing
+from relaylm.measure.estimate import say
 from relaylm.tables import table, terminal_width, wrapped
 
 if TYPE_CHECKING:
@@ -95,10 +97,13 @@ def cost_table(
         raise UserError(f"length {length} is not from 1 to the family's {family.length}")
     batch = batch_size or family.batch_size(1 << 20, length)
     steps = float(length) if steps is None else steps
+    began, sizes = time.perf_counter(), [getattr(model, "depth", 1) for model in family.models.values()]
     for done, name in enumerate(family.names):  # each is in the device's table after this
         timing.measured_price(family, name, "ms", length, steps, batch, fresh=fresh)
         if on_models is not None:
             on_models(done + 1, len(family.names))
+            if done == 0:
+                say("timing the models", (time.perf_counter() - began) * sum(sizes) / sizes[0], "--length is shorter")
     why = timing.energy_counter(family.device)[1]
     models = family.models.values()
     said = {"flops": "flops", "blocks": "depth"}  # the attribute of a denoiser that says it

@@ -239,6 +239,7 @@ class Family:
             "twins": self.twins,
             "card": card,
             "meta": self.meta,
+            "pairs": self.pairs and self.pairs.to_json(),
         }
         return save_family(folder, self.models, self.tokenizer, overwrite=overwrite, **{**given, **options})
 

@@ -24,7 +24,7 @@ from relaylm.train.recipe import Preset, load_preset, override
 from relaylm.train.recipe import presets as presets
 from relaylm.train.report import measured_pairs
 from relaylm.train.run import CHECKPOINT, stage_file, train_model
-from relaylm.train.step import AVERAGE, world
+from relaylm.train.step import AVERAGE, training_flops, world
 
 TWIN = "-twin"
 
@@ -72,8 +72,11 @@ def train_family(
             write_json(out / "config.json", {**settings, "torch": torch.__version__})
         summaries: dict[str, dict[str, Any]] = {}
         same: dict[str, Any] = {"where": where, "progress": progress, "force": force}
+        left = {key: recipe.steps * recipe.batch * training_flops(shape, shape.length) for key, shape in shapes.items()}
         for key, (_, _, seed) in jobs.items():
             runs = out / "models" / key
+            del left[key]
+            same["ahead"] = sum(left.values())
             summaries[key] = train_model(corpus, runs, shapes[key], recipe, seed=seed, label=key, **same)
             if where.size > 1:
                 dist.barrier()  # the others must see the finished checkpoint

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from relaylm.core.plan import uniforms
 from relaylm.errors import UserError
 from relaylm.files import read_json, write_json
+from relaylm.measure.estimate import announce_calls
 from relaylm.measure.likelihood import masked_sums, spread_rows
 from relaylm.models.denoiser import Transformer, build
 from relaylm.models.family import Family
@@ -104,9 +105,12 @@ def lighten(
         if name in family.models:
             raise UserError(f"this family has a model {name!r} already: choose another --name")
         if where.main and _choice(out, model, blocks) is None:
-            tokens_N = corpus.train.reshape(-1)
+            length, depth = model.architecture.length, model.depth
+            if progress:
+                calls = rows * sum(k * (k - 1) // depth + 1 for k in range(blocks + 1, depth + 1))
+                announce_calls(family, "choosing blocks", calls, length, "--rows makes it shorter")
             chosen = choose_blocks(
-                model, spread_rows(tokens_N, model.architecture.length, rows), blocks, progress=progress
+                model, spread_rows(corpus.train.reshape(-1), length, rows), blocks, progress=progress
             )
             write_json(out / BLOCKS, {"depth": model.depth, **chosen})
         if where.size > 1:
@@ -129,7 +133,7 @@ def lighten(
             about |= {"model": name, "of": heavy, "choice": choice, "summary": summary}
             held = family.heldout.read_text(encoding="utf-8") if family.heldout else heldout_text(corpus)
             options: dict[str, Any] = {"twins": family.twins, "length": family.length, "name": family.name}
-            options |= {"judge": family.judge}
+            options |= {"judge": family.judge, "pairs": family.pairs and family.pairs.to_json()}
             options |= {"light": name, "heavy": heavy, "heldout": held, "meta": {**family.meta, "lightened": about}}
             save_family(
                 out / "family", {**family.to("cpu").models, name: light}, family.tokenizer, overwrite=True, **options

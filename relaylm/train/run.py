@@ -30,7 +30,9 @@ from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.files import atomic_write, read_json, write_json
+from relaylm.measure.estimate import say
 from relaylm.measure.likelihood import Bound, bound, causal_bound, spread_rows
+from relaylm.measure.timing import wait
 from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.progress import Bar, progress_bar
 from relaylm.sampling.denoise import denoise
@@ -42,6 +44,7 @@ from relaylm.train.step import AVERAGE, MFU_FORMULA, Trainer, World, peak_tflops
 
 CHECKPOINT, METRICS, SUMMARY, SAMPLES = "checkpoint.safetensors", "metrics.jsonl", "summary.json", "samples.jsonl"
 
+TIMED = 2.0  # seconds from which the time of all steps is estimated
 _BLOCK = 20  # steps whose mean loss is looked at for divergence
 _DIVERGED = (
     3.0  # how many times its running median over up to 400 steps, or that of the uniform distribution, is too much
@@ -62,10 +65,12 @@ def train_model(
     start: Transformer | None = None,
     teacher: Transformer | None = None,
     about: dict[str, Any] | None = None,
+    ahead: float = 0.0,
 ) -> dict[str, Any]:
     """Train one network, or go on where a run stopped, and return its summary. `force` lets a changed recipe or corpus
     pass (the result is then not that of any one recipe). `start` has the first weights, if they are not fresh, and
-    `teacher` is what to imitate; `about` says in the run's identity which networks these are."""
+    `teacher` is what to imitate; `about` says in the run's identity which networks these are. After a few steps it
+    says how long the rest takes, other runs included that need `ahead` operations."""
     where, folder = where or World(torch.device("cpu")), Path(folder)
     seed = recipe.seed if seed is None else seed
     batches = Batches(corpus, recipe, architecture.length, seed, architecture.causal, where.rank, where.size)
@@ -92,13 +97,22 @@ def train_model(
         progress_bar(label or "train", recipe.steps, "step", shown, initial=state["step"]) as bar,
         _signals() as signals,
         _threads(batches.micro * architecture.length * architecture.width, where),
-        contextlib.closing(prefetched(batches.at, steps, where.device.type == "cuda")) as ahead,
+        contextlib.closing(prefetched(batches.at, steps, where.device.type == "cuda")) as made,
     ):
         run = _Run(trainer, corpus, folder, state, identity, label, bar)
-        for parts in ahead:
+        work = recipe.batch * training_flops(architecture, architecture.length)  # of a step
+        began: float | None = None
+        for parts in made:
             run.rows.append(trainer.step(parts))
             step = trainer.step_count
             bar.update(1)
+            if shown and step == steps.start + 1:  # the first step is slow
+                wait(where.device)
+                began = time.perf_counter()
+            elif began is not None and time.perf_counter() > began + TIMED:
+                wait(where.device)
+                each, began = (time.perf_counter() - began) / (step - steps.start - 1), None
+                say("training", (recipe.steps - step + ahead / work) * each, "Ctrl-C saves, to go on later")
             last = step == recipe.steps
             save = last or step % recipe.checkpoint_every == 0 or step in recipe.stages
             look = save or step % recipe.log_every == 0

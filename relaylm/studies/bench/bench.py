@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from relaylm.errors import UserError
+from relaylm.measure.estimate import say
 from relaylm.measure.provenance import how_made
 from relaylm.progress import Bar, progress_bar
 from relaylm.studies.bench import engine_parts, reference_parts, spaced_parts
@@ -125,7 +126,11 @@ def _measured(job: Job, run: Runner, quick: bool) -> dict[str, Any]:
         return {"kl": kl, "kl_to_fp32": kl["mean"]}
 
     sides = {"heavy": job.heavy, "light": job.light}
-    sweeps = {name: run(f"batch of the reference, {name}", lambda s=side: sweep(s)) for name, side in sides.items()}  # type: ignore[misc]
+    sweeps = {}
+    for name, side in sides.items():
+        sweeps[name] = run(f"batch of the reference, {name}", lambda s=side: sweep(s))  # type: ignore[misc]
+        if name == "heavy" and run.progress and sweeps[name]:
+            say("the rest of the benchmark", _seconds(job, run.wanted, sweeps[name]), "--quick and --parts are shorter")
     best = {name: found.get("best", 1) for name, found in sweeps.items()}
     run("warm-up of the engine", warm_up)
     found = run("reference and engine", lambda: reference_parts.against_reference(job, best))
@@ -159,6 +164,15 @@ def _measured(job: Job, run: Runner, quick: bool) -> dict[str, Any]:
     one_row = lambda: spaced_parts.latency(job, alone, causal_rate, compiled)  # noqa: E731
     found |= run("latency of one row", one_row, "latency")
     return found | run("bound", lambda: theirs.bound(job, heavy, step_ms), "bound")
+
+
+def _seconds(job: Job, wanted: set[str], sweep: dict[str, Any]) -> float:
+    """About how long all parts take: twice as long as the reference's own steps, whose time the first part found."""
+    effort, batch, each = job.effort, sweep["best"], sweep["ms_per_row_step"]
+    steps = 2 * (effort.sweep + 1) * sum(map(int, each)) + 6 * effort.window * batch
+    steps += 6 * effort.window_other * batch * len(wanted & {"cache", "compiled"})
+    steps += effort.trajectory * min(map(int, each)) * ("trajectory" in wanted)
+    return 2e-3 * each[str(batch)] * steps + effort.share_seconds * ("shares" in wanted)
 
 
 def _settings(job: Job, request: Request, wanted: set[str]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from relaylm.errors import UserError
 from relaylm.files import expand, write_json
+from relaylm.measure.estimate import announce_samples
 from relaylm.measure.likelihood import held_out
 from relaylm.measure.provenance import how_made
 from relaylm.measure.store import Store, content_key
@@ -119,10 +120,14 @@ def reproduce(
     about: dict[str, Any] = {"second": second, "bpe": bpe, "stages": tuple(stages), "judge": judge, **texts}
     setup = Setup(family, scale, keep, **about, seed=seed, progress=progress, note=note)
     done: dict[str, Data] = {}
+    chosen = [experiment for experiment in EXPERIMENTS if only is None or experiment.name in only]
+    if progress:
+        due = [e.name for e in chosen if e.needs(setup) is None and not _known(e, e.placed(setup), folder)]
+        work = _samples(setup)
+        announce_samples(family, sum(work[name] for name in due), setup.length(), "--only NAME runs one experiment")
     try:
-        for experiment in EXPERIMENTS:
-            if only is None or experiment.name in only:
-                done[experiment.name] = _run(experiment, setup, folder)
+        for experiment in chosen:
+            done[experiment.name] = _run(experiment, setup, folder)
     finally:
         # Also after Ctrl-C: what is there is shown.
         found = report(folder, {name: item["reason"] for name, item in done.items() if "reason" in item}, kept)
@@ -137,8 +142,7 @@ def _run(experiment: Experiment, setup: Setup, folder: Path) -> Data:
     if (missing := experiment.needs(setup)) is not None:
         return {"status": "not run", "reason": f"it needs {missing}"}
     setup = experiment.placed(setup)
-    file, key = folder / "data" / f"{experiment.name}.json", _key(experiment, setup)
-    if (known := load(file)) is not None and known.get("key") == key:
+    if (known := _known(experiment, setup, folder)) is not None:
         return {"status": "kept", "seconds": known["seconds"]}
     setup.note(f"{experiment.name}: {experiment.title}")
     began = time.perf_counter()
@@ -152,15 +156,42 @@ def _run(experiment: Experiment, setup: Setup, folder: Path) -> Data:
     about = {
         "format": FORMAT,
         "experiment": experiment.name,
-        "key": key,
+        "key": _key(experiment, setup),
         "scale": setup.scale.settings(),
         "family": {"name": setup.family.name, "digest": setup.family.digest, "models": list(setup.family.names)},
         "seed": setup.seed,
         **how_made(setup.family.device),
         "seconds": seconds,
     }
-    write_json(file, {**about, "result": _rounded(result)})
+    write_json(folder / "data" / f"{experiment.name}.json", {**about, "result": _rounded(result)})
     return {"status": "ran", "seconds": seconds}
+
+
+def _known(experiment: Experiment, setup: Setup, folder: Path) -> Data | None:
+    """The data of an experiment that was run with these settings before."""
+    known = load(folder / "data" / f"{experiment.name}.json")
+    return known if known is not None and known.get("key") == _key(experiment, setup) else None
+
+
+def _samples(setup: Setup) -> dict[str, int]:
+    """About how many samples of the heavy model each experiment is worth, for an estimate of its time."""
+    scale, lighter = setup.scale, len(setup.family.names) - 1
+    seven, curves = scale.samples * (7 * lighter + 4), scale.sequences // 2
+    return {
+        "schedules": seven,
+        "search": 210 * scale.search_samples // 6 + scale.confirm,
+        "depths": 0,  # they are among those of the schedules
+        "shares": scale.samples * len(scale.shares),
+        "time": 4 * scale.timed_rows,
+        "prefixes": 7 * scale.samples * len(scale.prefixes),
+        "disagreement": curves,
+        "second-corpus": seven + curves,
+        "bpe": seven + curves,
+        "precision": scale.precision_samples * sum(scale.precision_steps) // setup.length(),
+        "strides": 17 * scale.stride_samples,
+        "tuner": 21 * scale.search_samples + 8 * scale.samples,
+        "training": curves * len(setup.stages),
+    }
 
 
 def _key(experiment: Experiment, setup: Setup) -> str:
