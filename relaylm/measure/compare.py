@@ -146,6 +146,7 @@ def compare(
         "seed": seed,
         "light": light,
         "heavy": heavy,
+        "parameters": family.parameters,
         "judge": referee.name,
         "recipe": recipe,
         "conditional": bool((given_nL >= 0).any()),

@@ -135,6 +135,7 @@ def cost_table(
         "batch_size": batch,
         "positions": positions,
         "heavy": heavy,
+        "parameters": family.parameters,
         "call": {name: {unit: calls[unit][name] if unit in calls else None for unit in UNITS} for name in family.names},
         "all_heavy": all_heavy,
         "schedules": listed,
@@ -164,8 +165,12 @@ def render(result: Mapping[str, Any]) -> str:
     """The table as text."""
     forms = {"blocks": ".0f", "flops": ".3g", "ms": ".3f", "J": ".4g"}
     units = [unit for unit in forms if result["all_heavy"][unit] is not None]
-    calls = [[name, *(f"{price[u]:{forms[u]}}" for u in units)] for name, price in result["call"].items()]
-    lines = [table(["one call of", *units], calls)]
+    sizes = {name: f"{count / 1e6:.3g}M" for name, count in result["parameters"].items()}
+    calls = [
+        [name, sizes.get(name, ""), *(f"{price[u]:{forms[u]}}" for u in units)]
+        for name, price in result["call"].items()
+    ]
+    lines = [table(["one call of", "parameters", *units], calls)]
     if result["schedules"]:
         head, rows = ["one row under", *(text for unit in units for text in (unit, "saved")), ""], []
         for item in result["schedules"]:

@@ -218,6 +218,8 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
         f"{rows[0]['schedule']}, * where it is not chance; ≈ an equal-compute rival, · for the gap; saved: against "
         f"{result['heavy']} alone in {result['length']} steps"
     )
+    sizes = ", ".join(f"{name} {count / 1e6:.3g}M" for name, count in result.get("parameters", {}).items())
+    about += f"; parameters: {sizes}" if sizes else ""
     notes = [f"note: {note}" for note in result.get("store_notes", [])]
     unscored = sum(row["unscored"] for row in rows)
     notes += [f"note: {unscored} samples have a single token and so no perplexity"] if unscored else []

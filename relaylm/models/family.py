@@ -83,6 +83,12 @@ class Family:
         """The models' names, from light to heavy."""
         return tuple(self.models)
 
+    @cached_property
+    def parameters(self) -> dict[str, int]:
+        """How many numbers each model has that were learned, of those that say."""
+        counted = {name: model for name, model in self.models.items() if isinstance(model, torch.nn.Module)}
+        return {name: sum(tensor.numel() for tensor in model.parameters()) for name, model in counted.items()}
+
     def __getitem__(self, name: str) -> Denoiser:
         name = self.named(name)
         return self.models[name]

@@ -11,7 +11,6 @@ import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -270,19 +269,12 @@ def settled(family: Family, ask: Ask, prompt: str | None) -> Request:
         raise bad(str(error)) from None
 
 
-@lru_cache(maxsize=64)
-def _parameters(model: Any) -> int | None:
-    return sum(p.numel() for p in model.parameters()) if hasattr(model, "parameters") else None
-
-
 def describe_models(family: Family) -> list[dict[str, Any]]:
     """Name, size and colour of each model of a family, from light to heavy."""
-    found = []
-    models: dict[str, Any] = dict(family.models)
-    for rank, (name, model) in enumerate(models.items()):
-        parameters = _parameters(model)
+    known, found = family.parameters, []
+    for rank, (name, model) in enumerate(family.models.items()):
         blocks = getattr(model, "depth", None)
-        found.append({"name": name, "blocks": blocks, "parameters": parameters, "colour": colour_of(rank)})
+        found.append({"name": name, "blocks": blocks, "parameters": known.get(name), "colour": colour_of(rank)})
     return found
 
 

@@ -56,7 +56,8 @@ def test_wiki_bpe_is_the_default_and_writes_with_its_own_spacing(monkeypatch: py
     monkeypatch.delenv("RELAYLM_FAMILY", raising=False)
     family = Family.load(default_family(None))
     assert family.name == "wiki-bpe" and family.names == ("d4", "d12") and family.judge is not None
-    assert family.length == 512 and family.vocab_size == 8193
+    assert family.length == 512 and family.vocab_size == 8193 and family.stored is not None
+    assert family.parameters == {name: entry["parameters"] for name, entry in family.stored.manifest["models"].items()}
     sizes = [file.stat().st_size for file in (BUNDLED / "wiki-bpe").rglob("*.safetensors")]
     assert sum(sizes) <= 92_000_000 and max(sizes) <= 16_000_000
     assert family.heldout is not None and family.heldout.stat().st_size <= 1_000_000

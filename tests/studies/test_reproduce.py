@@ -971,3 +971,7 @@ def test_the_tuner_at_toy_size(families: dict[str, Family], tmp_path: Path) -> N
         assert heavy["schedule"] in {row["schedule"] for row in data_of(tmp_path, "tuner")["result"]["confirmed"]}
     findings = next(c["findings"] for c in found["claims"] if c["claim"].startswith("Nothing simpler"))
     assert any("4 fresh rows" in finding["evidence"] for finding in findings)
+
+
+def test_every_experiment_has_an_estimate(families: dict[str, Family]) -> None:
+    assert set(reproduce._samples(Setup(families["main"], TOY))) == set(reproduce.NAMES)
