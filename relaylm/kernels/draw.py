@@ -181,7 +181,7 @@ def race_kernel(logits_NV: Tensor, seed: plan.Seed, row_N: Tensor, position_N: T
     floor = torch.empty((n, floors), dtype=torch.float64, device=device)
     best = torch.empty((n, parts), dtype=torch.float64, device=device)
     token = torch.empty((n, parts), dtype=torch.int32, device=device)
-    noise = (row_N, position_N, draw_N)
+    noise = [x_N.contiguous() for x_N in (row_N, position_N, draw_N)]
     _ceilings_kernel[(n, floors)](
         logits_NV, *noise, ceiling, floor, vocab, logits_NV.stride(0), blocks, *key, TILE=wide, OWN=own, num_warps=4
     )

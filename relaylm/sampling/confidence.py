@@ -14,6 +14,7 @@ of single rows that were made.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -105,7 +106,7 @@ def _finished(
     if getattr(policy, "wants_logits", False):
         raise UserError("a policy that wants logits does not go with a rule that looks at logits itself")
     run = RuleRun(models, followed, plan, rule, times, options, greedy, truth_nL)
-    with settings(run.device):
+    with settings(run.device), contextlib.closing(run.graphs):
         while run.step():
             pass
     return run

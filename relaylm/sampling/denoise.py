@@ -72,11 +72,15 @@ def denoise(
     began = time.perf_counter()
     options = Options(mask_id, law or Law(), batch_size, heavy, device, callback, on_calls)
     run, finish = begin(models, policy, plan, options, steps, alpha, engine, call_nL)
-    with settings(device):
-        run.share_first_calls()
-        while run.step():
-            pass
-    return finish(began)
+    try:
+        with settings(device):
+            run.share_first_calls()
+            while run.step():
+                pass
+        return finish(began)
+    finally:
+        if engine is None:
+            run.engine.graphs.close()
 
 
 def begin(

@@ -13,6 +13,7 @@ kept for the head, U positions that first calls write, D features, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -253,10 +254,14 @@ class Graphs:
         if len(self._under_way) > CALLS_AHEAD:
             self._under_way.popleft().synchronize()
 
-    def release(self) -> None:
-        """Give back what the graphs hold."""
+    def close(self) -> None:
+        """Drop the graphs now, not when somebody's garbage is collected."""
         self._graphs.clear()
         self._seen.clear()
+
+    def release(self) -> None:
+        """Give back what the graphs hold."""
+        self.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -274,8 +279,9 @@ class _Graph:
             make(*own)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        # What other threads do on the device meanwhile must not spoil the capture.
-        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+        # What other threads do on the device meanwhile must not spoil the capture, nor must the end of a graph that
+        # sits in a cycle of references, anybody's.
+        with _uncollected(), torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.result = make(*own)
 
     def replay(self, index: np.ndarray, t_B: np.ndarray) -> Any:
@@ -284,6 +290,18 @@ class _Graph:
         self.sent.copy_(torch.from_numpy(np.concatenate([index, t_B.view(np.int64)])), non_blocking=True)
         self.graph.replay()
         return self.result
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection meanwhile."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextlib.contextmanager

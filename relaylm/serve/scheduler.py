@@ -445,6 +445,9 @@ class Scheduler:
     def _remove(self, rows: list[_Row]) -> None:
         for row in rows:
             self.active.remove(row)
+            if row.run is not None:
+                row.run.graphs.close()
+                row.run = None
             if row.lane is not None:
                 row.lane.free.append(row.place)
                 row.lane.rows -= 1

@@ -326,13 +326,13 @@ CAPTURED = (
 
 @contextlib.contextmanager
 def graphs(captured: bool) -> Iterator[list[Any]]:
-    """With or without CUDA graphs, kernels in both; the list gets what was captured."""
+    """With or without CUDA graphs, kernels in both; the list gets an entry for each graph."""
     made: list[Any] = []
 
     class Graph(engine._Graph):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            made.append(self)
+            made.append(args[1].shape)  # not the graph, which would outlive its run
 
     own = engine.Graphs.captures
     with (
