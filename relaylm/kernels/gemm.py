@@ -122,6 +122,12 @@ def _programs(h_MD: Tensor, columns: int) -> int:
     return int(device.multi_processor_count)
 
 
+def fills(h_MD: Tensor, columns: int) -> bool:
+    """Whether the tiles of a product are a wave at least. With fewer, multiprocessors stay idle, and cuBLAS, which then
+    takes smaller tiles, is faster: one row of 1,024 at D = 40 took 56.6 ms in place of 61.3 (H200, 12 blocks of 768)."""
+    return triton.cdiv(len(h_MD), TILE_M) * (columns // TILE_N) >= _programs(h_MD, columns)
+
+
 def _launch(
     kernel: Any, h_MD: Tensor, weight_XD: Tensor, out_MX: Tensor, part: int, *rest: Any, **options: Any
 ) -> None:
@@ -137,7 +143,7 @@ def _launch(
 
 def add_mlp_(x_MD: Tensor, h_MD: Tensor, up_XD: Tensor, bias_X: Tensor, down_DX: Tensor) -> None:
     """x += gelu(h @ up^T + bias) @ down^T, the tanh form."""
-    if _programs(h_MD, len(bias_X)):
+    if _programs(h_MD, len(bias_X)) and fills(h_MD, len(bias_X)):
         add_product_(x_MD, twice_gelu(h_MD, up_XD, bias_X), down_DX, 0.5)
     else:
         add_product_(x_MD, torch._addmm_activation(bias_X, h_MD, up_XD.t(), use_gelu=True), down_DX)

@@ -240,7 +240,8 @@ def _rotated_qkv(network: Any, i: int, h_MD: Tensor, part: slice, cos: Tensor, s
     """Block i's queries, keys and values, rotated: all of them, or the `part` that begins with the keys."""
     heads, linear = network.architecture.heads, network.blocks[i].attn_qkv
     rotated = heads if part.start else 2 * heads
-    if gemm.can_rotate(h_MD, heads):
+    columns = len(linear.weight[part])
+    if gemm.can_rotate(h_MD, heads) and gemm.fills(h_MD, columns):
         weight, bias = network.grouped_qkv(i)
         return gemm.rotated(h_MD, weight[part], None if bias is None else bias[part], cos, sin, rotated)
     qkv = F.linear(h_MD, linear.weight[part], None if linear.bias is None else linear.bias[part])
