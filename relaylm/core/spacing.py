@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ from relaylm.errors import UserError
 
 _PIECE = 1 << 20  # positions of the rows that are worked on at once, so that they stay in the cache
 _FEW = 16  # rows up to which one after the other is faster than rank by rank
+_LONG = 4096  # positions from which it is not
 
 
 def spaced_calls(u_nL: np.ndarray, free_nL: np.ndarray, spacing: Spacing) -> np.ndarray:
@@ -52,7 +54,7 @@ def spaced_calls(u_nL: np.ndarray, free_nL: np.ndarray, spacing: Spacing) -> np.
         # Positions that are not free sort last and are left out.
         order_RL = np.argsort(-np.where(free_nL[piece], u_nL[piece], -1.0), axis=1, kind="stable")
         free_R = free_nL[piece].sum(axis=1)
-        if len(free_R) > _FEW:
+        if len(free_R) > _FEW or length >= _LONG:
             (_fill_sets if spacing.form == "sets" else _fill_prefix)(call_nL[piece], order_RL, free_R, near)
         else:
             for call_L, order_L, free in zip(call_nL[piece], order_RL.tolist(), free_R.tolist(), strict=True):
@@ -69,21 +71,24 @@ def spaced_calls(u_nL: np.ndarray, free_nL: np.ndarray, spacing: Spacing) -> np.
 
 
 def _row(order: list[int], length: int, near: int, prefix: bool) -> list[int]:
-    """One row's calls, call after call."""
-    call, number, left, reach = [0] * length, 0, order, b"\1" * (2 * near + 1)
+    """One row's calls. Sets of positions are whole numbers with a bit for each rank in plan order, so the lowest bit of
+    what may still join a call is the next that does."""
+    call, number, bit = [0] * length, 0, [0] * length
+    for rank, position in enumerate(order):
+        bit[position] = 1 << rank
+    below = [0, *accumulate(bit)]  # of each position those before it
+    near_L = [below[min(p + near + 1, length)] - below[max(p - near, 0)] for p in range(length)]
+    left = below[-1]
     while left:
-        number += 1
-        blocked, rest = bytearray(length + 2 * near), []
-        for k, position in enumerate(left):
-            if not blocked[position + near]:
-                call[position] = number
-                blocked[position : position + 2 * near + 1] = reach
-            elif prefix:
-                rest = left[k:]
+        number, open_ = number + 1, left
+        while open_:
+            lowest = open_ & -open_
+            position = order[lowest.bit_length() - 1]
+            if prefix and lowest != left & -left:
                 break
-            else:
-                rest.append(position)
-        left = rest
+            call[position] = number
+            left ^= lowest
+            open_ &= ~near_L[position]
     return call
 
 
