@@ -99,10 +99,13 @@ class Engine:
     def seat(self, place: int, plan: Plan, row: int) -> None:
         """Put one row of another plan in a place. In place, so captured calls stay valid."""
         assert self.seeds_2n is not None
-        given_L = torch.from_numpy(plan.given_nL[row]).to(self.device)
-        self.state_nL[place] = given_L.masked_fill(given_L < 0, self.drawer.mask_id)
-        self.row_ids[place] = int(plan.rows_n[row])
-        self.seeds_2n[:, place] = torch.tensor(split_seed(plan.seed), device=self.device)
+        given_L = plan.given_nL[row]
+        tokens_L = torch.from_numpy(np.where(given_L < 0, self.drawer.mask_id, given_L))
+        self.state_nL[place].copy_(tokens_L, non_blocking=True)  # the host does not wait for the calls under way
+        for there, value in zip(
+            (self.row_ids, *self.seeds_2n), (plan.rows_n[row], *split_seed(plan.seed)), strict=True
+        ):
+            there[place].fill_(int(value))
 
     def serves(self, models: Sequence[Any], plan: Plan, mask_id: int, law: Law, scored: bool) -> bool:
         """Was this engine made for such a run? All of this is fixed in what it has captured."""

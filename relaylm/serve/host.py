@@ -53,6 +53,7 @@ class Part:
     plan: Plan  # before a rule set the steps
     followed: Policy
     heavy: str
+    planned: Cost | None = None  # once it is known
 
     def cost(self, family: Family) -> Cost:
         """Of the calls that its rows make."""
@@ -60,10 +61,12 @@ class Part:
         if job.events is None or job.model_E is None:
             assert job.cost is not None
             return job.cost
-        models, events, length = family.models, job.events, self.plan.length
-        cost = cost_of_calls(models, job.model_E, events.count_E, length, self.heavy, self.followed, self.plan)
-        cost.calls = {name: calls for name, calls in cost.calls.items() if name in self.request.names}
-        return cost
+        if self.planned is None:
+            models, events, length = family.models, job.events, self.plan.length
+            cost = cost_of_calls(models, job.model_E, events.count_E, length, self.heavy, self.followed, self.plan)
+            cost.calls = {name: calls for name, calls in cost.calls.items() if name in self.request.names}
+            self.planned = cost
+        return self.planned
 
 
 def rows_in_call(family: Family, length: int, limits: Limits) -> int:
@@ -84,7 +87,7 @@ class Host:
         self.families, self.limits, self.created = families, limits or Limits(), int(time.time())
         self.metrics_of = Metrics()
         rows, queue = self.limits.max_rows, self.limits.max_queue
-        ahead = int(any(family.device.type == "cuda" for family in families.values()))
+        ahead = 2 * any(family.device.type == "cuda" for family in families.values())
         self.scheduler = Scheduler(self._engine, rows, queue, on_call=self.metrics_of.call, ahead=ahead)
         self.thread = threading.Thread(target=self.scheduler.work, name="relaylm-calls", daemon=True)
 
@@ -169,6 +172,7 @@ class Host:
             quiet = not ask.stream and ask.logprobs is None
             hooks: dict[str, Any] = {
                 "emit": partial(note_tokens, family, part) if quiet else partial(put, part),
+                "tokens_nL": part.tokens_nL if quiet else None,
                 "ended": lambda error, part=part: put(part, error),
                 "deadline": deadline,
             }

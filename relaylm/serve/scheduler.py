@@ -65,7 +65,7 @@ class LaneKey(NamedTuple):
 @dataclass(eq=False)
 class Job:
     """Rows of one plan on their way. `emit` receives what is written, `ended` the end: None, or what went wrong. Both
-    are called by the scheduler's thread."""
+    are called by the scheduler's thread. With `tokens_nL` what planned events write goes there, and not to `emit`."""
 
     lane: LaneKey
     names: tuple[str, ...]  # of the engine's models
@@ -76,6 +76,7 @@ class Job:
     events: Events | None = None  # None for a rule that chooses on the way
     model_E: np.ndarray | None = None
     rule: Callable[[Callable[[Event], None]], Any] | None = None  # makes the loop of such a rule
+    tokens_nL: np.ndarray | None = None
     deadline: float = math.inf
     cost: Cost | None = None  # of a rule's calls, at the end
     cancelled: bool = False
@@ -88,7 +89,13 @@ class Job:
     def __post_init__(self) -> None:
         self.left = self.plan.n if self.events is not None else 1
         if self.events is not None:
-            self.shapes, self.shape_E = call_shapes(self.events, self.plan.length, self.batch)
+            assert self.model_E is not None
+            self.shapes, shape_E = call_shapes(self.events, self.plan.length, self.batch)
+            # Lists: the scheduler reads one number at a time.
+            self.shape_of, self.model_of, self.count_of, self.start_of, self.t_of = (
+                x_E.tolist()
+                for x_E in (shape_E, self.model_E, self.events.count_E, self.events.start_E, self.events.t_E)
+            )
 
 
 @dataclass(eq=False)
@@ -122,8 +129,8 @@ class _Row:
         if job.events is None:
             self.kind = (id(self),)
         else:
-            assert job.model_E is not None
-            self.kind = (job.lane, int(job.model_E[self.next]), job.shapes[job.shape_E[self.next]])
+            shape = job.shapes[job.shape_of[self.next]]
+            self.kind = (id(self.lane), job.model_of[self.next], shape.rows, shape.per_row, shape.kept)
 
 
 @dataclass(eq=False)
@@ -336,18 +343,19 @@ class Scheduler:
 
     def _launch(self, rows: list[_Row]) -> None:
         """One call of rows that want the same. They go on to their next events at once."""
-        lane, (_, model, shape) = rows[0].lane, rows[0].kind
+        lane, first = rows[0].lane, rows[0].job
+        model, shape = first.model_of[rows[0].next], first.shapes[first.shape_of[rows[0].next]]
         assert lane is not None
         counts, parts, times, total = [], [], [], 0
         for row in rows:
-            events = row.job.events
+            job, events = row.job, row.job.events
             assert events is not None
-            due, start = int(events.count_E[row.next]), int(events.start_E[row.next])
+            due, start = job.count_of[row.next], job.start_of[row.next]
             if (total := total + due) > shape.kept:  # the head's places are taken; the first row always fits
                 break
             counts.append(due)
             parts.append(events.positions_F[start : start + due])
-            times.append(float(events.t_E[row.next]))
+            times.append(job.t_of[row.next])
         rows = rows[: len(counts)]
         places_R, events_R = (np.array([getattr(row, name) for row in rows]) for name in ("place", "next"))
         call = pack(model, shape, places_R, events_R, np.array(counts), np.concatenate(parts), np.array(times))
@@ -368,7 +376,8 @@ class Scheduler:
         """Wait for a call, and pass on what it wrote."""
         if call.ready is not None:
             call.ready.synchronize()
-        tokens, logprobs = (tensor.tolist() for tensor in call.written)
+        token_N, logprob_N = (tensor.numpy() for tensor in call.written)
+        finite = bool(np.isfinite(logprob_N).all())
         end, model = 0, call.rows[0].job.names[call.model]
         for row, number, positions in zip(call.rows, call.events, call.positions, strict=True):
             job, mine = row.job, slice(end, end + len(positions))
@@ -376,17 +385,20 @@ class Scheduler:
             assert job.events is not None
             if job.over:
                 continue
-            if not all(map(math.isfinite, logprobs[mine])):
+            if not finite and not np.isfinite(logprob_N[mine]).all():
                 self._end(job, Refused(503, "a model gave logits that are not finite", "model_failed"))
                 continue
-            step, t = int(job.events.step_E[number]), float(job.events.t_E[number])
-            self._emit(job, Event(row.number, step, t, model, positions.tolist(), tokens[mine], logprobs[mine]))
+            if job.tokens_nL is not None:
+                job.tokens_nL[row.number, positions] = token_N[mine]
+            else:
+                step, written = int(job.events.step_E[number]), (token_N[mine].tolist(), logprob_N[mine].tolist())
+                self._emit(job, Event(row.number, step, job.t_of[number], model, positions.tolist(), *written))
             if number + 1 == row.end:
                 self._written(row)
         first, rows = call.rows[0].job, len(call.rows)
         shape_text = f"{call.shape.rows}x{first.plan.length}:{call.shape.kept}"
         padded, seconds = call.shape.rows - rows, self.clock() - call.began
-        self.on_call(Made(first.lane, model, shape_text, rows, padded, len(tokens), seconds))
+        self.on_call(Made(first.lane, model, shape_text, rows, padded, len(token_N), seconds))
 
     def _run_rule(self, row: _Row) -> None:
         """One call of a request under a rule."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -56,6 +57,9 @@ def run(app: Any, address: str, port: int, most: int, grace: float) -> None:
         listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     except OSError as error:
         raise UserError(f"cannot listen on {address}:{port}: {reason(error)}") from None
+    # The thread that makes calls gives the interpreter up at every operation on the device, and other threads keep it
+    # for this long before they give it back: 5 ms, Python's own, is more than a call takes.
+    sys.setswitchinterval(1e-4)
     with listener:
         host, port = listener.getsockname()[:2]
         facts = {"address": f"http://{f'[{host}]' if ':' in host else host}:{port}"}

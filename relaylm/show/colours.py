@@ -56,7 +56,7 @@ def pieces_of(family: Family, tokens_L: np.ndarray) -> list[str]:
     tokenizer: Any = family.tokenizer
     if tokenizer is None:
         return [f"{token} " for token in tokens_L]
-    return [_piece(tokenizer, int(token), family.mask_id) for token in tokens_L]
+    return [_piece(tokenizer, token, family.mask_id) for token in tokens_L.tolist()]
 
 
 @lru_cache(maxsize=1 << 17)  # a server asks for the same ones over and over
