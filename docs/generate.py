@@ -142,6 +142,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "judges": tables.judges,
     "serving": tables.serving,
     "cost": tables.cost,
+    "campaigns": tables.campaigns,
     "loaded": tables.loaded,
     "refused": tables.refused,
     "verdicts": partial(tables.reported, name="claims", columns=VERDICTS),
@@ -168,7 +169,7 @@ def refreshed(text: str, records: Path) -> str:
 
 def documents(root: Path = ROOT) -> list[Path]:
     """The documents that may have generated parts."""
-    return [root / "README.md", *sorted(root.glob("docs/*.md"))]
+    return [root / "README.md", *sorted(root.glob("docs/*.md")), *sorted(root.glob("results/*/README.md"))]
 
 
 def main() -> int:

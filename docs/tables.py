@@ -412,6 +412,32 @@ def serving(records: Path) -> str:
     return f"{_table(rows)}\n\n{_table(waits)}\n\n{flat}"
 
 
+def campaigns(records: Path) -> str:
+    """What the campaigns tried, and how often that failed."""
+    found = {path.stem: _load(records, f"campaigns/{path.stem}") for path in records.glob("campaigns/*.json")}
+    faults, fuzz = found["faults"], found["fuzz"]
+    tried = {
+        "kills": f"{found['kills']['counts']['kills']:,} kills of {len(found['kills']['kinds'])} commands",
+        "faults": f"{faults['cases']:,} of {faults['faults possible']:,} in {len(faults['changes on disk'])} commands",
+        "fuzz": f"{fuzz['counts']['inputs']:,} inputs for {len(fuzz['counts']) - 1} parsers",
+        "laws": f"{found['laws']['counts']['tests']} tests",
+        "soak": f"{found['soak']['counts']['requests']:,} requests in {found['soak']['seconds_asked']:,} s",
+        "supply": f"{found['supply']['counts']['packages']} packages",
+    }
+    rows = [
+        {
+            "campaign": f"`{name}`",
+            "tried": what,
+            "failures": str(len(found[name]["failures"])),
+            "seed": str(found[name]["seed"]),
+            "Python, torch": " ".join(found[name]["versions"][key] for key in ("python", "torch")),
+            "commit": f"`{found[name]['commit'][:7]}`",
+        }
+        for name, what in tried.items()
+    ]
+    return _table(rows)
+
+
 def loaded(records: Path) -> str:
     """Which public models load."""
     rows = [
