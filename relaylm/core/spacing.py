@@ -76,9 +76,9 @@ def _row(order: list[int], length: int, near: int, prefix: bool) -> list[int]:
     call, number, bit = [0] * length, 0, [0] * length
     for rank, position in enumerate(order):
         bit[position] = 1 << rank
-    below = [0, *accumulate(bit)]  # of each position those before it
-    near_L = [below[min(p + near + 1, length)] - below[max(p - near, 0)] for p in range(length)]
-    left = below[-1]
+    left = sum(bit)
+    before = [*[0] * (near + 1), *accumulate(bit), *[left] * near]  # those left of each position - near
+    near_L = [after - low for low, after in zip(before, before[2 * near + 1 :], strict=False)]
     while left:
         number, open_ = number + 1, left
         while open_:
