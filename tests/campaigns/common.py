@@ -33,6 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results" / "campaigns"
+JOBS = os.cpu_count() or 1
 
 
 @dataclasses.dataclass
@@ -77,6 +78,9 @@ class Campaign:
         self.failures: list[dict[str, Any]] = kept.get("failures", [])
         self.details: dict[str, Any] = kept.get("details", {})
         self.seconds: float = kept.get("seconds", 0.0)
+        self.commits: list[Any] = kept.get("commits", [])
+        if (commit := how_made()["commit"]) not in self.commits:
+            self.commits.append(commit)
         self.began = self.kept = time.monotonic()
         self.stopped = False
         print(f"{name}: seed {self.seed}, {self.size} cases, {len(self.done)} done", flush=True)
@@ -130,10 +134,6 @@ class Campaign:
 
     def finish(self, **more: Any) -> int:
         """Write the record; the exit code says whether all went well."""
-        import torch
-
-        from relaylm.measure.provenance import how_made
-
         self._keep()
         record = {
             "campaign": self.name,
@@ -145,7 +145,8 @@ class Campaign:
             "seconds": round(self.seconds + time.monotonic() - self.began, 1),
             **self.details,
             **more,
-            **how_made(torch.device("cpu")),
+            **how_made(),
+            **({"commits": self.commits} if len(self.commits) > 1 else {}),  # it was stopped and went on later
         }
         self.path.write_text(json.dumps(record, indent=1) + "\n")
         if not self.stopped:
@@ -157,6 +158,7 @@ class Campaign:
         state = {
             "seed": self.seed,
             "done": sorted(self.done),
+            "commits": self.commits,
             "counts": self.counts,
             "failures": self.failures,
             "details": self.details,
@@ -166,6 +168,15 @@ class Campaign:
         new.write_text(json.dumps(state))
         os.replace(new, self.partial)
         self.kept = time.monotonic()
+
+
+def how_made() -> dict[str, Any]:
+    """The provenance of a record."""
+    import torch
+
+    from relaylm.measure import provenance
+
+    return provenance.how_made(torch.device("cpu"))
 
 
 # --------------------------------------------------------------------------------------------------- running commands

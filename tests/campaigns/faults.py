@@ -2,7 +2,7 @@
 fails once with a full disk, fails from then on, or is torn in half as the process ends. The command must end with its
 result or with one sentence, and run again it must give the result that nobody disturbed. The calls are counted in the
 C library, so those of SQLite and safetensors are among them. Needs a C compiler and Linux.
-Example: python tests/campaigns/faults.py --size 100000 --jobs 2 (every change; --size N takes N of them at random)"""
+Example: python tests/campaigns/faults.py --jobs 2 (every change; --size N takes N of them at random)"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.campaigns.common import Campaign, Commands, Outcome, difference, run, warm_up, workplace
+from tests.campaigns.common import JOBS, Campaign, Commands, Outcome, difference, run, warm_up, workplace
 
 MODES = ("once", "from then on", "torn")
 TORN = 9  # the exit status of a process that ended in the middle of a write
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
         print("faults: skipped, there is no C compiler (cc)")
         return 0
     preloaded(argv)
-    campaign = Campaign("faults", __doc__ or "", 300, argv, jobs=1)
+    campaign = Campaign("faults", __doc__ or "", 1_000_000, argv, jobs=JOBS)
     warm_up()
     with workplace() as place:
         faults = Faults(campaign, place)

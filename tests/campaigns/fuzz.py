@@ -1,7 +1,7 @@
 """Fuzz: inputs made by a coverage-guided fuzzer (atheris, or mutate.py where that is not installed) for the parsers
 that read what strangers write. An input may be refused with a UserError (or the server's Refused); any other exception,
 more than a second or more than 500 MB is a failure. Inputs that reached new code are kept for the next process.
-Example: python tests/campaigns/fuzz.py --size 10000000 --jobs 2 (inputs, shared out over the targets)"""
+Example: python tests/campaigns/fuzz.py --jobs 2 (--size: inputs, shared out over the targets)"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.campaigns import mutate
-from tests.campaigns.common import ROOT, Campaign, Outcome
+from tests.campaigns.common import JOBS, ROOT, Campaign, Outcome
 
 CORPUS = ROOT / ".hypothesis" / "fuzz"  # ignored by git, like hypothesis' own examples
 SECONDS, MEGABYTES = 1, 500
@@ -292,7 +292,7 @@ def main(argv: list[str]) -> int:
     if engine != "atheris" and sys.version_info < (3, 12):
         print("fuzz: skipped, it needs atheris, or Python 3.12 for the coverage of its own fuzzer")
         return 0
-    campaign = Campaign("fuzz", __doc__ or "", 200_000, argv, jobs=1)
+    campaign = Campaign("fuzz", __doc__ or "", 10_000_000, argv, jobs=JOBS)
     targets, asked = campaign.wanted([name for name in TARGETS if not lacking(name)]), campaign.size
     shares = {target: WEIGHTS.get(target, 1.0) for target in targets}
     plan = []  # portions of a few minutes at most, of all targets in turn

@@ -1,6 +1,6 @@
 """Kills: commands that write, and a server under load, are ended by SIGKILL at random moments, once or several times,
 and run again to their end: every result and every answer must be that of a run that nobody disturbed.
-Example: python tests/campaigns/kills.py --size 1000 --jobs 2"""
+Example: python tests/campaigns/kills.py --jobs 2"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.campaigns.common import Campaign, Commands, Outcome, difference, forked, run, wait, warm_up, workplace
+from tests.campaigns.common import JOBS, Campaign, Commands, Outcome, difference, forked, run, wait, warm_up, workplace
 
 SERVE = "serve"
 BODY = {"prompt": "the ", "steps": 4, "seed": 7}
@@ -159,7 +159,7 @@ def end(child: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    campaign = Campaign("kills", __doc__ or "", 200, argv, jobs=1)
+    campaign = Campaign("kills", __doc__ or "", 1000, argv, jobs=JOBS)
     warm_up()
     with workplace() as place:
         kills = Kills(campaign, place)

@@ -1,7 +1,7 @@
 """Soak: mixed requests to a server for so many seconds, some of them broken, some given up half-way; between stretches
 the server is killed and started again. Its memory and open files must stay flat, the same request must always have the
 same answer, and no request may end in a server error. Linux, for /proc.
-Example: python tests/campaigns/soak.py --size 3600 (--pause: milliseconds that each client waits between requests)"""
+Example: python tests/campaigns/soak.py --size 600 (--pause: milliseconds that each client waits between requests)"""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def stretch(campaign: Campaign, server: Server, seconds: float, number: int) -> 
 
 
 def main(argv: list[str] | None = None) -> int:
-    campaign = Campaign("soak", __doc__ or "", 120, argv, stretches=STRETCHES, pause=PAUSE)
+    campaign = Campaign("soak", __doc__ or "", 3600, argv, stretches=STRETCHES, pause=PAUSE)
     stretches = campaign.options.stretches
     seconds, campaign.size = campaign.size, stretches
     answer = None

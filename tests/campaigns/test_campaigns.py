@@ -32,7 +32,7 @@ needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="f
 
 @needs_linux
 def test_kills(tmp_path: Path) -> None:
-    found = campaign("kills", tmp_path, "--size", "3", "--only", "convert,serve", "--seed", "1")
+    found = campaign("kills", tmp_path, "--size", "3", "--jobs", "1", "--only", "convert,serve", "--seed", "1")
     assert found["counts"]["kills"] >= 3 and not found["failures"] and found["seed"] == 1 and found["commit"] != ""
 
 
