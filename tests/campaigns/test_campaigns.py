@@ -77,6 +77,32 @@ def test_fuzz(target: str) -> None:
         one(mutate.changed(rng, seeds, mutate.PIECES, 2**16))
 
 
+BURIED = """
+import sys
+from pathlib import Path
+from tests.campaigns import mutate
+tests = [f"{' ' * k}if data[{k}:{k + 1}] == {letter}:" for k, letter in enumerate((b"q", b"z", b"k"))]
+source = "\\n ".join(["def one(data):", *tests, f"   {sys.argv[2]}", "return ''"])
+names = {}
+exec(compile(source, "parser", "exec"), names)
+mutate.fuzz(lambda: names["one"], Path(sys.argv[1]), 400_000, 1, 64, 0.2, 100)
+"""
+
+
+@needs_linux
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="needs sys.monitoring")
+@pytest.mark.parametrize("bug", ["raise KeyError", "while True: pass", "bytearray(300_000_000)"])
+def test_the_fuzzer_finds_what_coverage_leads_to(tmp_path: Path, bug: str) -> None:
+    """Three bytes in a row, which blind changes find in one of 16 million inputs."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "seed").write_bytes(b"hello")
+    command = [sys.executable, "-c", BURIED, str(folder), bug]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    (found,) = tmp_path.glob("corpus-crash-*")
+    assert done.returncode == 1 and found.read_bytes()[:3] == b"qzk"
+
+
 def test_supply() -> None:
     assert supply.undeclared() == {}
     packages = supply.closure()
