@@ -3,6 +3,7 @@
 import argparse
 
 from relaylm.cli import tools
+from relaylm.tables import table, terminal_width, wrapped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,27 +21,28 @@ def run(args: argparse.Namespace) -> tools.Result:
 
 
 def render(about: tools.Result) -> str:
-    """The description as text, one model in a line."""
+    """The description as text, with a table of the models."""
     kind = (about.get("tokenizer") or {}).get("type", "none")
-    roles = about.get("roles") or {}
     form = f" ({about['format']} checkpoint)" if about.get("format") else ""
-    lines = [
+    title = (
         f"{about['name'] or 'unnamed family'}{form}: length {about['length']}, vocabulary {about['vocab_size']} "
         f"(mask {about['mask_id']}), tokenizer {kind}"
-    ]
+    )
+    marks = {name: role[0].upper() for role, name in (about.get("roles") or {}).items()}
+    forms = {"depth": "blocks", "width": "width", "parameters": "parameters", "flops_per_call": "FLOPs a call"}
+    forms["block_length"] = "positions of a block"
+    shown = {key: label for key, label in forms.items() if any(model.get(key) for model in about["models"].values())}
+    rows = []
     for name, model in about["models"].items():
-        role = {roles.get("light"): " (L)", roles.get("heavy"): " (H)"}.get(name, "")
-        facts = [f"{model[key]} {label}" for key, label in (("depth", "blocks"), ("width", "wide")) if model.get(key)]
-        if model.get("block_length"):
-            facts.append(f"blocks of {model['block_length']} positions")
-        if model.get("parameters"):
-            facts.append(f"{model['parameters']:,} parameters")
-        if model.get("flops_per_call"):
-            facts.append(f"{model['flops_per_call']:.3g} FLOPs a call")
-        lines.append(f"  {name}{role}: {', '.join(facts)}")
-    lines += ["  with a judge"] if about.get("judge") else []
-    lines += [f"  with twins: {', '.join(about['twins'])}"] if about.get("twins") else []
-    if about.get("bytes"):
-        where = f" in {about['folder']}" if about.get("folder") else ""
-        lines.append(f"  {about['bytes'] / 1e6:.1f} MB{where}")
-    return "\n".join([*lines, *(f"  missing: {missing}" for missing in about.get("missing") or [])])
+        cells = [(model.get(key) or "", ".3g" if key == "flops_per_call" else ",") for key in shown]
+        rows.append([name, marks.get(name, ""), *(f"{value:{form}}" if value else "" for value, form in cells)])
+    notes = ["with a judge"] if about.get("judge") else []
+    notes += [f"with twins: {', '.join(about['twins'])}"] if about.get("twins") else []
+    if spacing := (about.get("meta") or {}).get("spacing"):
+        notes.append(f"writes with {spacing} where no steps are given, shorter texts with less")
+    notes += [f"missing: {missing}" for missing in about.get("missing") or []]
+    where = f" in {about['folder']}" if about.get("folder") else ""  # a path is not broken
+    size = [f"{about['bytes'] / 1e6:.1f} MB{where}"] if about.get("bytes") else []
+    width = terminal_width()
+    listed = table(["model", "", *shown.values()], rows, width, text=(0, 1))
+    return "\n".join([*wrapped([title], width), "", listed, "", *wrapped(notes, width), *size]).rstrip()

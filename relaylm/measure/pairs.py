@@ -30,6 +30,7 @@ from relaylm.models.compat import check_whole
 from relaylm.models.folder import MANIFEST, PAIRS
 from relaylm.progress import progress_bar
 from relaylm.tables import table as text_table
+from relaylm.tables import terminal_width, wrapped
 
 SHARES = (0.02, 0.1, 0.25, 0.45, 0.65, 0.85, 0.98)
 _CELLS = 1 << 26  # logits that are in memory at once, at most
@@ -127,16 +128,20 @@ def keep_pairs(folder: Path, table: PairTable) -> Spacing:
 
 
 def render(table: PairTable) -> str:
-    """The table as text: nats by distance, a column for each masked share."""
+    """The table as text: nats by distance, a column for each masked share (a narrow terminal gets every second one)."""
     head = ["distance", *(f"{100 * share:g}% masked" for share in table.shares_S)]
     last = [*(table.edges_D[1:] - 1), None]
     rows = []
     for d, (low, high) in enumerate(zip(table.edges_D, last, strict=True)):
         label = f"{low}+" if high is None else f"{low}" if low == high else f"{low}-{high}"
         cells = zip(table.nats_SD[:, d], table.error_SD[:, d], strict=True)
-        rows.append([label, *(f"{nats:.4f} ± {1.96 * error:.4f}" for nats, error in cells)])
-    what = f"Mutual information of two masked positions in nats, {table.model} on {table.rows} rows of {table.source}"
-    return f"{what}\n\n{text_table(head, rows)}"
+        rows.append([label, *(f"{nats:.4f}" + (f"±{1.96 * error:.4f}" if error else "") for nats, error in cells)])
+    what = (
+        f"Mutual information of two masked positions in nats, {table.model} on {table.rows} rows of {table.source}; "
+        "with 95% intervals where more than one row had such a pair"
+    )
+    width = terminal_width()
+    return "\n".join([*wrapped([what], width), "", text_table(head, rows, width, spare=(*head[1::2], *head[2::2]))])
 
 
 def render_choices(choices: Mapping[str, Mapping[str, Any]]) -> str:

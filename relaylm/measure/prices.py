@@ -103,7 +103,11 @@ def cost_table(
         if on_models is not None:
             on_models(done + 1, len(family.names))
             if done == 0:
-                say("timing the models", (time.perf_counter() - began) * sum(sizes) / sizes[0], "--length is shorter")
+                say(
+                    "timing the models",
+                    (time.perf_counter() - began) * sum(sizes) / sizes[0],
+                    "--length makes it shorter",
+                )
     why = timing.energy_counter(family.device)[1]
     models = family.models.values()
     said = {"flops": "flops", "blocks": "depth"}  # the attribute of a denoiser that says it

@@ -130,7 +130,11 @@ def _measured(job: Job, run: Runner, quick: bool) -> dict[str, Any]:
     for name, side in sides.items():
         sweeps[name] = run(f"batch of the reference, {name}", lambda s=side: sweep(s))  # type: ignore[misc]
         if name == "heavy" and run.progress and sweeps[name]:
-            say("the rest of the benchmark", _seconds(job, run.wanted, sweeps[name]), "--quick and --parts are shorter")
+            say(
+                "the rest of the benchmark",
+                _seconds(job, run.wanted, sweeps[name]),
+                "--quick and --parts make it shorter",
+            )
     best = {name: found.get("best", 1) for name, found in sweeps.items()}
     run("warm-up of the engine", warm_up)
     found = run("reference and engine", lambda: reference_parts.against_reference(job, best))
