@@ -33,6 +33,8 @@ import numpy as np
 
 from relaylm.errors import UserError
 from relaylm.files import expand, file_sha256, write_folder, write_json
+from relaylm.models.folder import MANIFEST, read_manifest
+from relaylm.models.load import on_disk
 from relaylm.models.text import find_sources, pieces, wrap_marks
 from relaylm.models.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, vocabulary
 from relaylm.progress import progress_bar
@@ -172,9 +174,9 @@ def prepare(
 ) -> TokenFile:
     """Text files or datasets of the hub to a corpus folder.
 
-    `tokenizer` is "text8", "bytes", "bpe:SIZE" (trained here on the training part), a `tokenizers` JSON file, or an
-    object. `length` is needed for the packings with rows (wrap, pad). `licence` is kept in the manifest and goes into
-    model cards. Run again with the same arguments, it checks what is there and returns it.
+    `tokenizer` is "text8", "bytes", "bpe:SIZE" (trained here on the training part), a `tokenizers` JSON file, a family
+    (for its own), or an object. `length` is needed for the packings with rows (wrap, pad). `licence` is kept in the
+    manifest and goes into model cards. Run again with the same arguments, it checks what is there and returns it.
     """
     if packing not in PACKINGS:
         raise UserError(f"unknown packing {packing!r}: choose {', '.join(PACKINGS)}")
@@ -185,6 +187,8 @@ def prepare(
     length = None if packing == "running" else length
     texts, out = find_sources(sources), expand(out_folder)
     chosen: Tokenizer | None = None
+    if isinstance(tokenizer, str | Path) and (folder := on_disk(tokenizer)).joinpath(MANIFEST).is_file():
+        tokenizer = load_tokenizer(read_manifest(folder)["tokenizer"] or "none", folder)
     if not (isinstance(tokenizer, str) and tokenizer.startswith("bpe:")):
         chosen = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     named = isinstance(tokenizer, str) and not Path(tokenizer).exists()

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from relaylm.errors import UserError
 from relaylm.models import text as source_text
+from relaylm.models.family import Family
 from relaylm.models.text import read_text
 from relaylm.models.tokenizer import JsonTokenizer
 from relaylm.train.corpus import TokenFile, prepare
@@ -86,6 +87,15 @@ def test_pad_puts_one_sentence_in_a_row(tmp_path: Path) -> None:
     assert tokens[0, 1] == 3 and real is not None and real.tolist() == [3, 5]
     with pytest.raises(UserError, match="rows of 6, not 8"):
         made.windows(8)
+
+
+@pytest.mark.parametrize("name", ["wiki-char", "wiki-bpe"])
+def test_the_tokenizer_of_a_family(name: str, tmp_path: Path) -> None:
+    """What `lighten` asks for: the very tokenizer that the family has."""
+    made = prepare(put(tmp_path / "a.txt", "the river " * 60), tmp_path / "c", tokenizer=name, progress=False)
+    family = Family.load(name)
+    assert family.tokenizer is not None and made.tokenizer.to_json() == family.tokenizer.to_json()
+    assert (made.vocab_size, made.mask_id) == (family.vocab_size, family.mask_id)
 
 
 def test_a_tokenizer_with_its_own_mask(tmp_path: Path) -> None:
