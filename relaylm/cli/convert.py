@@ -27,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tools.Result:
     """Convert, and say what was written."""
     from relaylm.convert import convert, export
+    from relaylm.models.folder import MANIFEST
+    from relaylm.models.load import on_disk
 
     *sources, folder = args.sources
     if not sources:
@@ -35,6 +37,8 @@ def run(args: argparse.Namespace) -> tools.Result:
         if len(sources) != 1:
             raise UserError("--to-mdlm takes one family and the folder to write")
         written = export(sources[0], folder, **tools.chosen(args, "license overwrite"))
+    elif families := [source for source in sources if (on_disk(source) / MANIFEST).is_file()]:
+        raise UserError(f"{families[0]} is a family of relaylm already: it needs no converting (--to-mdlm goes back)")
     else:
         names = args.names.split(",") if args.names else None
         options = {

@@ -13,7 +13,7 @@ from relaylm.cli.options import add_shared
 from relaylm.tables import table, terminal_width, wrapped
 
 SCHEDULES = ("heavy", "sandwich:25%", "light")
-SPACING = 16  # of the positions that a call writes
+SPACING = 16  # of the positions that a call writes, where the family has none of its own
 LENGTH = 64  # positions, prompt included
 SECONDS = 6.0  # that the text takes to appear, at least
 ABOUT = """One prompt, three schedules: the large network alone (heavy), the small one alone (light), and a sandwich, in
@@ -86,13 +86,14 @@ def play(family: Any, given_L: Any, seed: int) -> list[tuple[str, Any]]:
 
     light, heavy = family.roles()
     plan = make_plan(1, len(given_L), seed, given_L[None])
+    spacing = family.spacing(len(given_L)) or Spacing(SPACING)
     watch = Watch(family, given_L, (light, heavy), sys.stdout, pace=SECONDS, titles=SCHEDULES)
     options = Options(family.mask_id, Law(), 1, heavy, family.device)
     runs, seconds, found = [], [0.0] * len(SCHEDULES), []
     with watch, settings(family.device):
         sample(family, "sandwich", 1, given=given_L, steps=2)  # the first calls of a process are slow
         for k, text in enumerate(SCHEDULES):
-            schedule = replace(Schedule.parse(text).bind(light, heavy), spacing=Spacing(SPACING))
+            schedule = replace(Schedule.parse(text).bind(light, heavy), spacing=spacing)
             models = {name: family[name] for name in family.names if name in (*schedule.models, heavy)}
             follow = watch.follow(k) if watch.live is not None else None  # a pipe gets the result alone
             runs.append(begin(models, schedule, plan, replace(options, callback=follow)))

@@ -24,8 +24,9 @@ import numpy as np
 
 from relaylm.core.schedule import hand_made
 from relaylm.errors import UserError
+from relaylm.measure.metrics import paired_difference as paired
 from relaylm.search.space import SLACK, Choice, Problem, Space
-from relaylm.search.tournament import Candidate, all_heavy, difference, ranked_rows, rivals_within, unique
+from relaylm.search.tournament import Candidate, all_heavy, difference, doubt, ranked_rows, rivals_within, unique
 from relaylm.search.trials import Rows
 from relaylm.search.tune import Tuner, measure_prior
 
@@ -154,6 +155,11 @@ class Evolve:
             f"{row['rows']} fresh rows."
         )
         line = line if row["kind"] == "mixed" else f"AN EQUAL-COMPUTE RIVAL WINS. {line}"
+        others = [other for other in rows if other["within_budget"] and other["kind"] != row["kind"]]
+        if others:
+            scores = {str(candidate.schedule): log_n for candidate, log_n in zip(final, log_Sn, strict=True)}
+            against = paired(scores[others[0]["schedule"]], scores[row["schedule"]])
+            line += doubt(against, others[0]["name"], row["rows"])
         return {"schedule": row["schedule"], "confirmed": rows, "verdict": line}
 
     def best_so_far(self) -> dict[str, Any] | None:

@@ -30,7 +30,7 @@ from relaylm.errors import UserError
 from relaylm.measure import metrics
 from relaylm.measure.metrics import paired_difference as paired
 from relaylm.search.space import SLACK, Choice, Problem, Space
-from relaylm.search.tournament import Candidate, difference, ranked_rows, summary, unique
+from relaylm.search.tournament import Candidate, difference, doubt, ranked_rows, summary, unique
 from relaylm.search.trials import Rows
 
 MOST_SCHEDULES = 20_000
@@ -121,6 +121,8 @@ class Exhaustive:
             f"({best['schedule']}), {best['saved']:.1%} saved, "
             f"{difference(best['against_heavy'], ' in log-perplexity')} against all-heavy."
         )
+        second = next((row for row in rows if row["kind"] == "candidate" and row is not best), None)
+        line += "" if second is None else doubt(second["against_best"], second["name"], best["rows"])
         return {"schedule": best["schedule"], "confirmed": rows, "verdict": line}
 
     def best_so_far(self) -> dict[str, Any] | None:

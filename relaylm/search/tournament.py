@@ -232,6 +232,14 @@ def _verdict(problem: Problem, rows: Sequence[dict[str, Any]]) -> str:
     return f"{line} No mixed schedule is shown to be better than this simpler choice; the best is at {margin}.{needed}"
 
 
+def doubt(against: dict[str, Any], other: str, rows: int) -> str:
+    """What is to be added where the choice is not shown to be better than the next best; nothing if it is."""
+    if against["differs"]:
+        return ""
+    margin = f"{other} is at {difference(against)} against it"
+    return f" NOT SIGNIFICANT: {margin}, which may be chance.{_needed(against, rows)}"
+
+
 def _needed(against: dict[str, Any], rows: int) -> str:
     """How many rows would show a difference of the size that was measured, if that is more than there were."""
     needed = against.get("samples_needed")

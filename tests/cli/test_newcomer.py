@@ -195,3 +195,7 @@ def test_a_family_whose_training_has_not_ended(
     (tmp_path / "out" / "config.json").write_text("{}")
     assert cli.main(["info", "out/family"]) == 2
     assert "relaylm train" in capsys.readouterr().err
+
+
+def test_a_family_needs_no_converting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["convert", "wiki-char", "copy"]) == 2 and "already" in capsys.readouterr().err

@@ -259,6 +259,8 @@ def test_the_known_best_and_the_known_influence() -> None:
     harms = [found["influence"]["4b"][j] for j in range(10)]
     assert max(harms) == max(harms[4:7]) and harms[0] < 0 and harms[9] < 0  # harm in the middle is positive
     assert "Best of 210, chosen again on 4 fresh rows" in found["verdict"]
+    second = [row for row in found["confirmed"] if row["kind"] == "candidate"][1]
+    assert ("NOT SIGNIFICANT" in found["verdict"]) is not second["against_best"]["differs"]
 
 
 def test_the_winner_is_chosen_again_on_fresh_rows() -> None:
