@@ -16,6 +16,13 @@ H75%% L12.5%%", model names "d4:32 d12:192 d4:32", step grids "L8@25%% H200@65%%
 heavy, light, quarter:1, sandwich:25%%, small-first:25%%, interleaved:25%%, random:7:25%%; @FILE reads it from a file"""
 
 
+MANY = 200  # calls of a row, from which on an estimate comes first
+SETTLED = (
+    *("steps", "spacing", "spread", "length", "prompt", "suffix", "infill", "max_new_tokens", "temperature"),
+    *("top_p", "top_k", "rule", "light", "heavy"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags."""
     parser.usage = "%(prog)s [--prompt TEXT] [--schedule SCHEDULE] [-n N] [--watch] [OPTION ...]"
@@ -144,7 +151,7 @@ def check(args: argparse.Namespace) -> None:
 
 def draw(args: argparse.Namespace, family: Any, schedule: Any, options: dict[str, Any], shown: Any) -> Any:
     """The samples, here or on a cluster; a denoising by the models `shown`, if any, is played as it happens."""
-    from relaylm.sampling.sample import lay_out, sample
+    from relaylm.sampling.sample import lay_out, sample, settle
 
     same = "steps spacing spread length seed prompt suffix infill max_new_tokens stop temperature top_p top_k"
     options |= tools.chosen(args, f"{same} stride parallel batch_size")
@@ -153,11 +160,8 @@ def draw(args: argparse.Namespace, family: Any, schedule: Any, options: dict[str
 
         with tools.progress("sampling", "row") as bar, tools.open_workers(family, args.cluster) as workers:
             return sample_many(workers, schedule, args.n, on_rows=bar.report, **options)
-    if args.n > 8:
-        from relaylm.measure.estimate import announce_samples
-
-        length = args.length or family.length
-        announce_samples(family, args.n, min(length, family.length), "-n and --length make it shorter")
+    if args.stride is None:
+        say_how_long(family, args.n, settle(family, schedule, args.n, **{key: options[key] for key in SETTLED}))
     watch: Any = contextlib.nullcontext()
     if shown:
         from relaylm.show.terminal import Watch
@@ -170,6 +174,20 @@ def draw(args: argparse.Namespace, family: Any, schedule: Any, options: dict[str
     if callback is None:
         return samples
     return replace(samples, cost=replace(samples.cost, seconds=samples.cost.seconds - callback.seconds))
+
+
+def say_how_long(family: Any, n: int, request: Any) -> None:
+    """An estimate of the time first, where the request is for more than a few calls."""
+    length, spacing = request.given.shape[-1], getattr(request.policy, "spacing", None)
+    calls = min(request.steps or getattr(request.policy, "steps", None) or length, length)
+    if spacing is not None:
+        from relaylm.core.spacing import expected_calls
+
+        calls = expected_calls(length, spacing, rows=8)
+    if n * calls > MANY:
+        from relaylm.measure.estimate import announce_samples
+
+        announce_samples(family, n, length, "-n and --length make it shorter", calls, request.rule is not None)
 
 
 def show_samples(family: Any, samples: Any) -> None:

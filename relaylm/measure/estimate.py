@@ -68,9 +68,19 @@ def announce_calls(family: Family, what: str, calls: int, length: int, hint: str
     announce(family, what, flops, length, min(calls, 4), hint, everywhere=True)
 
 
-def announce_samples(family: Family, samples: int, length: int, hint: str = "") -> None:
-    """`announce` of samples, each counted as one by the heavy model in as many steps as positions."""
+def announce_samples(
+    family: Family,
+    samples: int,
+    length: int,
+    hint: str = "",
+    calls: float | None = None,
+    everywhere: bool = False,
+) -> None:
+    """`announce` of samples, each counted as one by the heavy model in so many calls (None: those of as many steps as
+    positions), if it is `everywhere` with all logits."""
     model = family[family.heavy]
-    calls = length * (1 - (1 - 1 / length) ** length)
-    flops = samples * calls * model.flops(length, 1) if hasattr(model, "flops") else None
-    announce(family, f"at most {samples:,} samples", flops, length, family.batch_size(samples, length), hint)
+    calls = length * (1 - (1 - 1 / length) ** length) if calls is None else calls
+    flops = samples * calls * model.flops(length, None if everywhere else 1) if hasattr(model, "flops") else None
+    batch = family.batch_size(samples, length)
+    what = f"at most {samples:,} samples" if samples > 1 else "one sample"
+    announce(family, what, flops, length, batch, hint, everywhere)

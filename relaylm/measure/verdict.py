@@ -123,7 +123,7 @@ def verdict(result: Mapping[str, Any]) -> str:
         margin = (item["ci"][1] - item["ci"][0]) / 2
         flops = "" if item["flops_ratio"] is None else f" at {item['flops_ratio']:.1%} of its FLOPs"
         return (
-            f"{item['rival']} ({item['what']}) against {item['schedule']}: {item['difference']:+.4f} +- {margin:.4f} "
+            f"{item['rival']} ({item['what']}) against {item['schedule']}: {item['difference']:+.4f} ± {margin:.4f} "
             f"in log-perplexity{flops}, entropy {item['entropy_difference']:+.3f}"
         )
 

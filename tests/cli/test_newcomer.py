@@ -18,10 +18,12 @@ from search_oracle import small_family
 from relaylm import Architecture, Family, Schedule, Transformer, UserError, sample
 from relaylm.cli import main as cli
 from relaylm.cli import tools
+from relaylm.cli.sample import say_how_long
 from relaylm.measure import estimate as estimates
 from relaylm.measure.metrics import paired_difference as paired
 from relaylm.models.folder import save_family
 from relaylm.models.tokenizer import JsonTokenizer, Text8Tokenizer
+from relaylm.sampling.sample import settle
 from relaylm.search import tournament
 from relaylm.show.colours import END, pieces_of, readable
 from relaylm.show.search import drawn
@@ -159,6 +161,19 @@ def test_work_is_announced_with_its_time(capsys: pytest.CaptureFixture[str], mon
     assert once is not None and twice is not None and once > 0
     said = [estimates.in_words(seconds) for seconds in (3, 42, 240, 9000)]
     assert said == ["about 10 seconds", "about 40 seconds", "about 4 minutes", "about 2.5 hours"]
+
+
+def test_many_calls_of_one_sample_are_announced(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The estimate counts what is asked for: many calls with steps, few with the default spacing."""
+    counted = []
+    monkeypatch.setattr(estimates, "estimate", lambda family, flops, *_: counted.append(flops) or 240.0)
+    family = Family.load("wiki-char")
+    for steps, said in ((2048, True), (64, False)):
+        say_how_long(family, 1, settle(family, "heavy", steps=steps))
+        assert ("one sample: about 4 minutes" in capsys.readouterr().err) is said
+    assert counted == [pytest.approx(256 * family["12b"].flops(256, 1))]  # no more calls than positions
 
 
 def test_a_recommendation_says_how_sure_it_is() -> None:
