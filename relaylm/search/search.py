@@ -30,9 +30,10 @@ from relaylm.measure.judge import load_judge
 from relaylm.search.evolve import Evolve
 from relaylm.search.exhaustive import Exhaustive
 from relaylm.search.space import SLACK, Problem
-from relaylm.search.tree import Stopped
+from relaylm.search.stretches import Stopped
 from relaylm.search.trials import Trials
-from relaylm.search.tune import DRAWS, ROWS, Tune
+from relaylm.search.tune import ROWS, Tune
+from relaylm.search.tuner import DRAWS
 
 if TYPE_CHECKING:
     from relaylm.measure.store import Store

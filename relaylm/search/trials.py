@@ -43,7 +43,8 @@ from relaylm.progress import progress_bar
 from relaylm.sampling.denoise import out_of_memory
 from relaylm.sampling.result import Samples
 from relaylm.sampling.sample import sample
-from relaylm.search.tree import Grown, Stopped, grow, grow_rows
+from relaylm.search.stretches import Stopped
+from relaylm.search.tree import Grown, grow, grow_rows
 
 if TYPE_CHECKING:
     from relaylm.models.family import Family

@@ -30,7 +30,8 @@ from relaylm.models.folder import save_family
 from relaylm.models.tokenizer import Text8Tokenizer
 from relaylm.sampling.result import Samples
 from relaylm.sampling.sample import sample
-from relaylm.search.tree import Grown, Stopped, grow_rows
+from relaylm.search.stretches import Stopped
+from relaylm.search.tree import Grown, grow_rows
 
 
 def stored_family(folder: Path, width: int = 16, length: int = 32) -> Family:

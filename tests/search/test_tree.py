@@ -19,7 +19,8 @@ from relaylm.models.denoiser import Architecture, build, expected_shapes
 from relaylm.models.family import Family
 from relaylm.sampling.sample import sample
 from relaylm.search import tree
-from relaylm.search.tree import Grown, Stopped, grow
+from relaylm.search.stretches import Stopped
+from relaylm.search.tree import Grown, grow
 
 VOCAB, LENGTH = 29, 24
 MASK = VOCAB - 1
