@@ -119,11 +119,12 @@ def run(args: argparse.Namespace) -> tools.Result:
         along = bound if by_time or samples.law.startswith("spaced") else None
         shown = replace(samples, schedule=typed)
         tools.write_last(args, args.html, lambda: page(family, shown, along, heavy))
-    tools.note(cost_line(samples, typed, heavy, min(samples.tokens.shape[1], family.length)))
+    tools.note(cost_line(samples, typed, heavy, min(samples.tokens.shape[1], family.length)), prose=True)
     if args.prompt and args.prompt.endswith(" ") and splits_words(family.tokenizer, args.prompt):
-        tools.note("the prompt ends with a space, but words of this tokenizer begin with one: better without it")
+        more = "the prompt ends with a space, but words of this tokenizer begin with one: better without it"
+        tools.note(more, prose=True)
     if samples.changes_law:
-        tools.note(f"{', '.join(samples.changes_law)}: these samples do not follow the models' own law")
+        tools.note(f"{', '.join(samples.changes_law)}: these samples do not follow the models' own law", prose=True)
     return tools.with_provenance(samples.to_json(), family, args)
 
 

@@ -12,14 +12,17 @@ from typing import Any
 from relaylm.errors import UserError, printable, reason
 from relaylm.files import atomic_write, expand, read_object
 from relaylm.progress import Bar, progress_bar
+from relaylm.tables import terminal_width, wrapped
 
 Result = dict[str, Any]
 DEFAULT_FAMILY = "wiki-bpe"
 
 
-def note(text: str) -> None:
-    """Print to standard error: standard output is for results."""
-    print(printable(text, sys.stderr), file=sys.stderr)
+def note(text: str, prose: bool = False) -> None:
+    """Print to standard error: standard output is for results. In a terminal `prose` is broken between words; commands
+    are not, so that they can be pasted."""
+    lines = wrapped([text], terminal_width()) if prose and sys.stderr.isatty() else [text]
+    print(printable("\n".join(lines), sys.stderr), file=sys.stderr)
 
 
 def chosen(args: argparse.Namespace, names: str) -> dict[str, Any]:

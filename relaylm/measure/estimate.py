@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from relaylm.sampling.engine import settings
+from relaylm.tables import terminal_width, wrapped
 
 if TYPE_CHECKING:
     from relaylm.models.family import Family
@@ -50,7 +51,9 @@ def in_words(seconds: float) -> str:
 def say(what: str, seconds: float | None, hint: str = "") -> None:
     """Write on standard error how long work will take, if that is over half a minute, and how to make it shorter."""
     if seconds is not None and seconds >= SHORT:
-        print(f"{what}: {in_words(seconds)} on this machine{hint and f'; {hint}'}", file=sys.stderr, flush=True)
+        text = f"{what}: {in_words(seconds)} on this machine{hint and f'; {hint}'}"
+        lines = wrapped([text], terminal_width()) if sys.stderr.isatty() else [text]
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def announce(
