@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> tools.Result:
     further = (
         ("sample", "--prompt", prompt, "--schedule", "sandwich:50%", "--watch"),
         ("compare", "--length", "64", "-n", "32"),
-        ("search", "--budget", "25%", "--quick"),
+        ("search", "--budget", "25%", "--quick", "--length", "64"),
     )
     print("Try next:", *(f"  {shlex.join(('relaylm', *words, *source))}" for words in further), sep="\n")
     return {"prompt": prompt, "family": family.name, "samples": shown}

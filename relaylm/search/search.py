@@ -178,7 +178,9 @@ def _announce(
     """Say how long the search will take at most, before it begins: samples are counted as all-heavy ones."""
     family, hint = problem.family, "--quick takes far less, --rows, --length and --time-limit make it shorter"
     if quick:
-        return announce_calls(family, "a quick search", 64 * DRAWS * len(problem.models), length)
+        return announce_calls(
+            family, "a quick search", 64 * DRAWS * len(problem.models), length, "--length makes it shorter"
+        )
     if method == "tune":
         samples = (rows or ROWS) + (confirm or 0)
     else:
