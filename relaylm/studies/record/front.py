@@ -45,12 +45,13 @@ from relaylm.models.family import Family
 from relaylm.sampling.result import reference_flops
 from relaylm.sampling.rules import RULES, level_calls, llada_counts, parse_rule
 from relaylm.sampling.sample import sample
-from relaylm.show.colours import BLACK, COLOURS, MARKERS
+from relaylm.show.colours import BLACK, BROWN, COLOURS, MARKERS, RED, VIOLET
 from relaylm.show.figures import new_figure, save_figure
 from relaylm.studies.paper.contrasts import paired
 
 SEED = 1000  # of the samples; rows that no search has seen
 TRIED = 32  # rows of a calibrating run
+TICKS = (0.5, 0.67, 0.8, 0.9, 0.95)
 FEW = ("inf", "eb", "low-confidence")  # kinds with a quarter of the rows
 MIXED = {"light-first": "L25% H75%", "sandwich": "L12.5% H75% L12.5%", "light-last": "H75% L25%"}
 KINDS = {  # in the order in which they are measured
@@ -376,43 +377,54 @@ def line(row: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> Path:
-    """Loss over the share saved, a line for each kind; samples on the left, likelihood on the right."""
-    figure = new_figure(11.0, 4.6)
+    """Loss over the share saved, a line for each kind; samples on the left, likelihood on the right. An axis reaches as
+    far as uniform steps at 90% saved; a kind that lies outside as a whole is named at the edge."""
+    figure = new_figure(11.0, 4.8)
     panels = figure.subplots(1, 2)
     kinds = [kind for kind in KINDS if kind != "inf" and any(row["kind"] == kind for row in result["cells"])]
     for axes, part in zip(panels, ("samples", "bound"), strict=True):
-        for kind in [*kinds, "also"]:
-            rows = [row for row in result["cells"] if row["kind"] == kind and (row[part] or {}).get("loss") is not None]
-            rows.sort(key=lambda row: row["saved"])
-            if not rows:
-                continue
+        cells = [row for row in result["cells"] if (row[part] or {}).get("loss") is not None]
+        high = 1.1 * max(row[part]["loss"] for row in cells if row["kind"] == "uniform" and row["level"] < 0.94)
+        low = 1.25 * min(0.0, *(row[part]["loss"] for row in cells if row["kind"] in ("sets", "surest")))
+        outside = []
+        for kind in kinds:
+            rows = sorted((row for row in cells if row["kind"] == kind), key=lambda row: row["saved"])
             y_P = np.array([row[part]["loss"] for row in rows])
+            if not rows or y_P.min() > high or y_P.max() < low:
+                outside += [f"{KINDS[kind]}: {y_P.min():+.0f} to {y_P.max():+.0f}"] if rows else []
+                continue
             ends_P2 = np.array([[y if end is None else end for end in row[part]["ci"]] for y, row in zip(y_P, rows)])
-            colour, marker, style = look(kind)
+            colour, marker, style, width = look(kind)
             axes.errorbar(
-                [100 * row["saved"] for row in rows], y_P, np.abs(ends_P2.T - y_P), color=colour, marker=marker,
-                linestyle=style, linewidth=1.2, markersize=5, capsize=2, label=KINDS.get(kind, "the tuner's choice"),
+                [1 - row["saved"] for row in rows], y_P, np.abs(ends_P2.T - y_P), color=colour, marker=marker,
+                linestyle=style, linewidth=width, elinewidth=0.8, markersize=3 + width, capsize=2, label=KINDS[kind],
             )  # fmt: skip
-        axes.axhline(0, color=BLACK, linewidth=0.6)
-        axes.set_yscale("symlog", linthresh=2)
-        axes.set_xlabel(f"FLOPs saved, % of {result['heavy']} in T = {result['length']} uniform steps")
+        axes.text(0.02, 0.98, "\n".join(["off the scale:", *outside][: 99 * len(outside)]), va="top", fontsize=7,
+                  transform=axes.transAxes)  # fmt: skip
+        axes.axhline(0, color=BLACK, linewidth=0.8)
+        axes.set_xscale("log")
+        axes.set_xlim(0.56, 0.042)
+        axes.set_xticks([1 - level for level in TICKS], [f"{level:.0%}" for level in TICKS])
+        axes.set_xticks([], minor=True)
+        axes.set_ylim(low, high)
+        axes.set_xlabel(f"FLOPs saved, of {result['heavy']} in T = {result['length']} uniform steps")
         axes.grid(alpha=0.25)
     panels[0].set_ylabel("samples: extra log-perplexity, hundredths")
-    panels[1].set_ylabel("likelihood bound: loss, nats x 100 a position")
+    panels[1].set_ylabel("likelihood: loss, hundredths of a nat a position")
     handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, loc="outside right upper", frameon=False, fontsize=8)
-    what = f"{result['n']} samples a cell, {result['bound_rows']} held-out rows"
-    figure.suptitle(f"{result['family']['name']}: what is lost at what is saved, {what} (lower is better)", fontsize=10)
+    figure.suptitle(f"{result['family']['name']}: what is lost when FLOPs are saved (lower is better)", fontsize=10)
     return save_figure(figure, path)
 
 
-def look(kind: str) -> tuple[str, str, str]:
-    """A kind's colour, marker and line: solid for the heavy model, dashed for others."""
+def look(kind: str) -> tuple[str, str, str, float]:
+    """A kind's colour, marker, line and its width: solid for the heavy model, dashed for others, three of them bold."""
     single = ("sets", "uniform", "surest", "prefix", "dus", "eb", "low-confidence")
     if kind in single:
-        return COLOURS[single.index(kind)], MARKERS[single.index(kind)], "-"
-    others = ("light-first", "sandwich", "light-last", "smaller", "middle", "also")
-    return COLOURS[others.index(kind)], MARKERS[-1 - others.index(kind)], "--" if kind != "also" else "none"
+        i = single.index(kind)
+        return COLOURS[i], MARKERS[i], "-", 2.2 if i < 3 else 1.0
+    others = {"light-first": VIOLET, "sandwich": BROWN, "light-last": BLACK, "smaller": "0.5", "middle": RED}
+    return others[kind], MARKERS[-1 - list(others).index(kind)], "--", 1.0
 
 
 if __name__ == "__main__":
