@@ -950,7 +950,7 @@ def test_the_package_alone_needs_no_records(families: dict[str, Family], tmp_pat
     said = [line for line in done.stderr.splitlines() if "records" in line]
     assert said == ["no records of earlier results (--records): what this family cannot show is left out of the report"]
     report = (tmp_path / "reproduce" / "report.md").read_text()
-    assert "12 not shown" in report and "kept with the project" not in report and "The KL peaks at" in report
+    assert "13 not shown" in report and "kept with the project" not in report and "The KL peaks at" in report
 
 
 @pytest.mark.slow

@@ -34,8 +34,9 @@ class Table:
 
     @classmethod
     def of(cls, name: str, caption: str, rows: Sequence[Mapping[str, str]]) -> Table:
-        """A table of rows that are given as cells by column."""
-        return cls(name, caption, list(rows[0]), [list(row.values()) for row in rows])
+        """A table of rows that are given as cells by column. A column in which no row has anything is left out."""
+        head = [column for column in rows[0] if any(row[column] for row in rows)]
+        return cls(name, caption, head, [[row[column] for column in head] for row in rows])
 
 
 @dataclass(frozen=True)

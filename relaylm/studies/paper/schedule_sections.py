@@ -327,7 +327,7 @@ def spaced(result: Result, figures: Path) -> list[Block]:
             seven_table(f"spaced-{name}", f"Seven schedules on `{found['spacing']}`, {name}", bare),
             Table.of(f"spaced-stretches-{name}", f"The light model in one stretch of time, {name}", table),
         ]
-    return blocks
+    return sorted(blocks, key=lambda block: (not isinstance(block, str), not isinstance(block, Figure)))
 
 
 def tuner(result: Result, figures: Path) -> list[Block]:
