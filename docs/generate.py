@@ -1,4 +1,4 @@
-"""Write the generated parts of README.md and docs/*.md again.
+"""Write the generated parts of README.md, docs/*.md and the cards again.
 
     python docs/generate.py
 
@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import spacing_tables
 import tables
 
 import relaylm
@@ -122,13 +123,13 @@ def _prose(thing: Any) -> str:
 
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "speed": tables.speed,
-    "spacing": tables.spacing,
-    "front": partial(tables.front, all_of=False),
-    "fronts": tables.front,
-    "together": partial(tables.together, "wiki-bpe"),
-    "together wiki-char": partial(tables.together, "wiki-char"),
-    "predicted": tables.predicted,
-    "parallel": tables.parallel,
+    "spaced speed": tables.spaced_speed,
+    "spacing": spacing_tables.spacing,
+    "front": spacing_tables.first,
+    "fronts": spacing_tables.front,
+    "mixtures": spacing_tables.mixtures,
+    "predicted": spacing_tables.predicted,
+    "parallel": spacing_tables.parallel,
     "harness": tables.harness,
     "bench": tables.bench,
     "kernels": tables.kernels,
@@ -140,7 +141,10 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "training": tables.training,
     "lighten": tables.lighten,
     "judges": tables.judges,
+    "texts": tables.texts,
     "serving": tables.serving,
+    "serving gpu": tables.serving_gpu,
+    "captured": tables.captured,
     "cost": tables.cost,
     "campaigns": tables.campaigns,
     "loaded": tables.loaded,
@@ -169,7 +173,8 @@ def refreshed(text: str, records: Path) -> str:
 
 def documents(root: Path = ROOT) -> list[Path]:
     """The documents that may have generated parts."""
-    return [root / "README.md", *sorted(root.glob("docs/*.md")), *sorted(root.glob("results/*/README.md"))]
+    places = ("docs/*.md", "results/*/README.md", "relaylm/models/families/*/README.md")
+    return [root / "README.md", *(path for place in places for path in sorted(root.glob(place)))]
 
 
 def main() -> int:

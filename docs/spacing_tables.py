@@ -1,0 +1,147 @@
+"""Tables on what a call writes together, from the records under results/. Each function takes that folder and returns
+Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tables import load, table
+
+from relaylm.core.schedule import Spacing
+from relaylm.core.spacing import expected_calls
+from relaylm.studies.record.front import KINDS
+
+FIRST = {  # cells of README's table: T = L, as few uniform steps as the spacing has calls, the spacing, surest first
+    "wiki-bpe": ("uniform:512", "uniform:64", "spaced:46", "surest:37"),
+    "wiki-char": ("uniform:256", "uniform:16", "heavy spaced:11", "surest:11"),
+}
+UNITS = {"wiki-bpe": "tokens", "wiki-char": "characters"}
+MIXED = ("light-first", "sandwich", "light-last", "smaller")
+
+
+def spacing(records: Path) -> str:
+    """What plans lose in likelihood on the bundled tokens."""
+    found = load(records, "spacing/wiki-bpe")
+    length, rows = 512, []
+    for plan in found["plans"]:
+        kind, _, what = plan["plan"].partition(":")
+        calls, label = _calls(plan["plan"], length), f"`{plan['plan']}`"
+        if kind == "uniform":
+            label = f"T = {'infinity' if what == 'inf' else what}, uniform steps"
+        low, high = plan["loss_ci"]
+        loss = "0" if plan is found["plans"][0] else f"{plan['loss']:+.2f} ({low:.2f} to {high:.2f})"
+        rows.append((calls, {"plan": label, "calls a row": f"{calls:.0f}", "loss (95%)": loss}))
+    return table([row for _, row in sorted(rows, key=lambda row: -row[0])])
+
+
+def first(records: Path) -> str:
+    """What a spacing gives, in four lines for each family."""
+    rows, counts = [], []
+    for name, labels in FIRST.items():
+        found = load(records, f"front/{name}")
+        counts.append(f"{found['n']:,} and {found['bound_rows']} (`{name}`)")
+        for label in labels:
+            cell = next(cell for cell in found["cells"] if cell["label"] == label)
+            kind, _, steps = label.partition(":")
+            what = f"uniform steps, T = {steps}" if kind == "uniform" else f"`{label.removeprefix('heavy ')}`"
+            what = f"**{what}**" if "spaced" in label else f"{what}, sure positions first" if kind == "surest" else what
+            base = label == labels[0]
+            title = f"{found['length']} {UNITS[name]}: " if base else ""
+            row = {"written by": title + what, "calls": f"{cell['calls']:.0f}", "FLOPs saved": f"{cell['saved']:.0%}"}
+            row["perplexity"] = f"{cell['gen_ppl']:#.3g}".rstrip(".")
+            row["extra log-perplexity"] = "" if base else _shown(cell["samples"])
+            rows.append({**row, "loss in likelihood": "" if base else _shown(cell["bound"])})
+    how = f"Samples, judged by a causal network, and rows of real text for the likelihood: {', '.join(counts)}; "
+    return f"{table(rows)}\n\n{how}losses in hundredths of a nat a position against T = L, with 95% intervals."
+
+
+def front(records: Path) -> str:
+    """What each way of saving operations loses on samples and in likelihood, of each family that has a record."""
+    return "\n\n".join(_front(path.stem, load(records, f"front/{path.stem}")) for path in _records(records))
+
+
+def mixtures(records: Path) -> str:
+    """Several models, or one smaller model, on spaced plans against the heavy model alone on spaced plans."""
+    rows = []
+    for path in _records(records):
+        cells = load(records, f"front/{path.stem}")["cells"]
+        for kind in MIXED:
+            row = {"family": f"`{path.stem}`", "against spaced sets of the heavy model": KINDS[kind]}
+            for level in (0.8, 0.9, 0.95):
+                own = next(cell["against_sets"] for cell in cells if (cell["kind"], cell["level"]) == (kind, level))
+                row[f"{level:.0%} saved"] = f"{_shown(own['samples'])}; {_shown(own['bound'])}"
+            rows.append(row)
+    return table(rows)
+
+
+def predicted(records: Path) -> str:
+    """How well the tables of pairs predict losses."""
+    rows = []
+    for name in ("wiki-char", "wiki-bpe"):
+        found = load(records, f"spacing/{name}")
+        both = [p for p in found["plans"] if p["predicted"] is not None]
+        row = {"family": f"`{name}`", "plans": str(len(both)), "rows of text": str(found["rows"])}
+        row |= {"r of measured and predicted losses": f"{found['correlation']:.3f}"}
+        rows.append({**row, "spacing as good as T = L": f"`{found['default_spacing']}`"})
+    return table(rows)
+
+
+def parallel(records: Path) -> str:
+    """Rounds and work of windows of calls."""
+    rows = []
+    for run in load(records, "spacing/parallel-4b")["runs"]:
+        row = {"W": str(run["window"]), "rounds": str(run["rounds"]), "calls": str(run["calls"])}
+        rows.append({**row, "calls against the sequential run": f"{run.get('work', 1):.2f}"})
+    return table(rows)
+
+
+def _records(records: Path) -> list[Path]:
+    return sorted((records / "front").glob("*.json"), reverse=True)
+
+
+def _front(name: str, found: Mapping[str, Any]) -> str:
+    """Two tables, samples and likelihood, and what one position at a time gives."""
+    levels = sorted({cell["level"] for cell in found["cells"] if cell["level"] is not None})
+    parts = []
+    for part, title in (("samples", "samples: extra log-perplexity"), ("bound", "loss in likelihood")):
+        rows = []
+        for kind, what in KINDS.items():
+            own = {cell["level"]: cell for cell in found["cells"] if cell["kind"] == kind and cell[part]}
+            if own and None not in own:
+                row = {title: what}
+                for level in levels:
+                    near = level not in own or abs(own[level]["saved"] - level) < 0.015
+                    other = "" if near else f" ({own[level]['saved']:.0%})"
+                    row[f"{level:.0%} saved"] = _shown(own[level][part]) + other if level in own else ""
+                if part == "samples":
+                    entropies = [cell["word_entropy"] for cell in own.values()]
+                    row["entropy of words"] = f"{min(entropies):.2f} to {max(entropies):.2f}"
+                rows.append(row)
+        parts.append(table(rows))
+    base, one = (next(c for c in found["cells"] if c["kind"] == kind) for kind in ("reference", "inf"))
+    gpu = found["machine"]["gpu"]
+    head = f"`{name}`, {found['heavy']}, length {found['length']}, {found['n']:,} samples of a cell (a quarter as "
+    head += "many for EB-Sampler, low-confidence and one position at a time) and "
+    head += f"{found['bound_rows']} rows of held-out text, {gpu}; T = {found['length']} has an entropy of words of "
+    head += f"{base['word_entropy']:.2f}:"
+    last = f"One position at a time ({-one['saved']:.0%} more FLOPs): samples {_shown(one['samples'])}, likelihood "
+    return "\n\n".join([head, *parts, f"{last}{_shown(one['bound'])}."])
+
+
+def _shown(item: Mapping[str, Any] | None) -> str:
+    """A loss with half of its interval."""
+    if item is None or item["loss"] is None or None in item["ci"]:
+        return "-"
+    return f"{item['loss']:+.1f} ± {(item['ci'][1] - item['ci'][0]) / 2:.1f}"
+
+
+def _calls(plan: str, length: int) -> float:
+    """Mean calls of a row under uniform steps or a spacing."""
+    kind, _, what = plan.partition(":")
+    if kind == "spaced":
+        return expected_calls(length, Spacing.parse(what))
+    steps = float(what)
+    return length if math.isinf(steps) else steps * (1 - (1 - 1 / steps) ** length)
