@@ -208,7 +208,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         name = str(random_family(Path(folder) / "random")) if args.family == "random" else args.family
         measured = under_load(name, fields, args)
-    record = {"request": fields, "family": args.family, **measured}
+    seed = "the number of the round (saturation), of the request (latency, memory)"
+    record = {"seed": seed, "request": fields, "family": args.family, **measured}
     atomic_write(Path(args.out), json.dumps({**how_made(torch.device(args.device)), **record}, indent=1) + "\n")
 
 
