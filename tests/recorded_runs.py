@@ -654,6 +654,7 @@ def curves(**options: Any) -> Run:
 def compared(schedules: Sequence[str], **options: Any) -> Run:
     def run() -> dict[str, Any]:
         found = steady(compare(tiny(), schedules, progress=False, **options))
+        del found["parameters"]  # how large the models are is no result; the records are older
         named = "schedule kind gen_ppl gen_ppl_ci corpus_ppl entropy bound gap_paid blocks_saved flops_saved calls rank"
         return {
             "rows": [{name: row.get(name) for name in named.split()} for row in found["rows"]],
