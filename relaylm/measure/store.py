@@ -80,18 +80,25 @@ class Store:
         self.folder = expand(folder)
         self.damage: list[str] = []
         self.repaired: list[str] = []
-        with self._errors("open"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                self._connection = self._open()
-                why = self._connection.execute("PRAGMA integrity_check(1)").fetchone()[0].decode().splitlines()[-1]
-            except sqlite3.DatabaseError as error:
-                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_CORRUPT:
-                    raise
-                why = str(error)
-            if why != "ok":
-                self._connection = self._salvage(why)
-            self._check()
+        try:
+            with self._errors("open"):
+                self._begin()
+        except BaseException:  # whose traceback would hold the file open
+            self.close()
+            raise
+
+    def _begin(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._connection = self._open()
+            why = self._connection.execute("PRAGMA integrity_check(1)").fetchone()[0].decode().splitlines()[-1]
+        except sqlite3.DatabaseError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_CORRUPT:
+                raise
+            why = str(error)
+        if why != "ok":
+            self._connection = self._salvage(why)
+        self._check()
 
     def close(self) -> None:
         """Close the file. A store that is not closed is closed when it is no longer referenced."""

@@ -127,8 +127,10 @@ def store() -> Callable[[bytes], object]:
             if left.name != FILE:
                 left.unlink()
         opened = Store(path.parent)
-        list(opened.records())
-        opened.close()
+        try:
+            list(opened.records())
+        finally:
+            opened.close()
 
     return in_file(FILE, read)
 
@@ -279,7 +281,7 @@ def portion(target: str, inputs: int, seed: int) -> Outcome:
     count = int(executed[1]) if executed else 0
     outcome.counts += {target: count, "inputs": count}
     if done.returncode:
-        outcome.failures.append((target, said[-1500:]))
+        outcome.failures.append((target, done.stderr[-1500:] + done.stdout[-400:]))
     print(f"fuzz: {target}: {count:,} inputs", flush=True)
     return outcome
 

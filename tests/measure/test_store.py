@@ -129,6 +129,15 @@ def test_a_store_that_cannot_be_opened(tmp_path: Path) -> None:
         Store(tmp_path / "later")
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="for Linux")
+def test_a_store_that_is_refused_is_not_held_open(tmp_path: Path) -> None:
+    filled(tmp_path).close()
+    edit(tmp_path, "ALTER TABLE records RENAME COLUMN kind TO sort")
+    with pytest.raises(UserError, match="no such column") as held:  # with its traceback
+        Store(tmp_path)
+    assert held.value and not [f for f in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(f)]
+
+
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     filled(tmp_path).close()
