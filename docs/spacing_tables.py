@@ -39,23 +39,25 @@ def spacing(records: Path) -> str:
 
 def first(records: Path) -> str:
     """What a spacing gives, in four lines for each family."""
-    rows, counts = [], []
+    rows: list[dict[str, str]] = []
     for name, labels in FIRST.items():
         found = load(records, f"front/{name}")
-        counts.append(f"{found['n']:,} and {found['bound_rows']} (`{name}`)")
         for label in labels:
             cell = next(cell for cell in found["cells"] if cell["label"] == label)
-            kind, _, steps = label.partition(":")
-            what = f"uniform steps, T = {steps}" if kind == "uniform" else f"`{label.removeprefix('heavy ')}`"
-            what = f"**{what}**" if "spaced" in label else f"{what}, sure positions first" if kind == "surest" else what
+            kind, _, steps = label.removeprefix("heavy ").partition(":")
+            what = {"uniform": f"T = {steps}", "spaced": f"**`spaced:{steps}`**"}.get(kind, f"`{label}`")
             base = label == labels[0]
-            title = f"{found['length']} {UNITS[name]}: " if base else ""
-            row = {"written by": title + what, "calls": f"{cell['calls']:.0f}", "FLOPs saved": f"{cell['saved']:.0%}"}
+            what = f"{found['length']} {UNITS[name]}, {what}" if base else what
+            row = {"written by": what, "calls": f"{cell['calls']:.0f}", "FLOPs saved": f"{cell['saved']:.0%}"}
             row["perplexity"] = f"{cell['gen_ppl']:#.3g}".rstrip(".")
             row["extra log-perplexity"] = "" if base else _shown(cell["samples"])
             rows.append({**row, "loss in likelihood": "" if base else _shown(cell["bound"])})
-    how = f"Samples, judged by a causal network, and rows of real text for the likelihood: {', '.join(counts)}; "
-    return f"{table(rows)}\n\n{how}losses in hundredths of a nat a position against T = L, with 95% intervals."
+    tokens, characters = (load(records, f"front/{name}") for name in FIRST)
+    how = (
+        f"Perplexity of {tokens['n']:,} samples (tokens) and {characters['n']:,} (characters) under a causal network, "
+    )
+    how += f"likelihood of {tokens['bound_rows']} and {characters['bound_rows']} rows of real text; differences to the "
+    return f"{table(rows)}\n\n{how}first line of each in hundredths of a nat a position, with 95% intervals."
 
 
 def front(records: Path) -> str:
@@ -135,7 +137,8 @@ def _shown(item: Mapping[str, Any] | None) -> str:
     """A loss with half of its interval."""
     if item is None or item["loss"] is None or None in item["ci"]:
         return "-"
-    return f"{item['loss']:+.1f} ± {(item['ci'][1] - item['ci'][0]) / 2:.1f}"
+    loss = f"{item['loss']:+.1f}"
+    return f"{'0.0' if float(loss) == 0 else loss} ± {(item['ci'][1] - item['ci'][0]) / 2:.1f}"
 
 
 def _calls(plan: str, length: int) -> float:
