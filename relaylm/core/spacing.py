@@ -71,24 +71,25 @@ def spaced_calls(u_nL: np.ndarray, free_nL: np.ndarray, spacing: Spacing) -> np.
 
 
 def _row(order: list[int], length: int, near: int, prefix: bool) -> list[int]:
-    """One row's calls. Sets of positions are whole numbers with a bit for each rank in plan order, so the lowest bit of
-    what may still join a call is the next that does."""
+    """One row's calls. Sets of positions are whole numbers with a bit for each, the highest for the first in plan
+    order, so the highest bit of what may still join a call is the next that does."""
     call, number, bit = [0] * length, 0, [0] * length
+    order = order[::-1]
     for rank, position in enumerate(order):
         bit[position] = 1 << rank
-    left = sum(bit)
-    before = [*[0] * (near + 1), *accumulate(bit), *[left] * near]  # those left of each position - near
-    near_L = [after - low for low, after in zip(before, before[2 * near + 1 :], strict=False)]
+    left = (1 << len(order)) - 1
+    before = [*[left] * near, *accumulate(bit, initial=left)]  # all, and again those before each position - near
+    after = [*accumulate(bit), *[left] * near][near:]
+    far_L = [low - high for low, high in zip(before, after, strict=False)]
     while left:
         number, open_ = number + 1, left
         while open_:
-            lowest = open_ & -open_
-            position = order[lowest.bit_length() - 1]
-            if prefix and lowest != left & -left:
+            if prefix and open_.bit_length() != left.bit_length():
                 break
+            position = order[open_.bit_length() - 1]
             call[position] = number
-            left ^= lowest
-            open_ &= ~near_L[position]
+            left ^= bit[position]
+            open_ &= far_L[position]
     return call
 
 

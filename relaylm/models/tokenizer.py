@@ -14,6 +14,7 @@ import hashlib
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,17 +73,10 @@ class Tokenizer(Protocol):
 
     def decode_partial(self, ids: Iterable[int], mask_id: int | None, blank: str = BLANK) -> str:
         """The text of a row in which every mask shows as one blank, even if the tokenizer has a token for it."""
-        parts: list[str] = []
-        run: list[int] = []
-        for token in ids.tolist() if hasattr(ids, "tolist") else map(int, ids):
-            if token != mask_id and self._known(token):
-                run.append(token)
-                continue
-            if run:
-                parts.append(self._text(run))
-                run = []
-            parts.append(blank)
-        return "".join(parts) + (self._text(run) if run else "")
+        tokens = ids.tolist() if hasattr(ids, "tolist") else [*map(int, ids)]
+        blanks = {token for token in {*tokens} if token == mask_id or not self._known(token)}
+        runs = ((gone, [*run]) for gone, run in groupby(tokens, key=blanks.__contains__))
+        return "".join(blank * len(run) if gone else self._text(run) for gone, run in runs)
 
 
 class Text8Tokenizer(Tokenizer):

@@ -8,8 +8,9 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,10 @@ class Host:
         ahead = 2 * any(family.device.type == "cuda" for family in families.values())
         self.scheduler = Scheduler(self._engine, rows, queue, on_call=self.metrics_of.call, ahead=ahead)
         self.thread = threading.Thread(target=self.scheduler.work, name="relaylm-calls", daemon=True)
+        # One thread for all requests: more of them would only take the interpreter away from the one that makes calls.
+        self.worker = ThreadPoolExecutor(1, "relaylm-plans")
+        self.described = {name: describe_models(family) for name, family in families.items()}
+        self.settled = lru_cache(64)(lambda name, ask, prompt: settled(families[name], ask, prompt))
 
     def start(self) -> None:
         """Begin to make calls."""
@@ -137,11 +142,12 @@ class Host:
         def put(part: Part, what: Any) -> None:
             loop.call_soon_threadsafe(inbox.put_nowait, (part, what))
 
-        parts = await asyncio.to_thread(self._prepare, name, family, ask, put)
+        parts = await loop.run_in_executor(self.worker, self._prepare, name, family, ask, put)
         jobs = [part.job for part in parts]
         self.scheduler.submit(jobs)
         try:
-            yield "start", start_event(name, family, ask, parts)
+            start = start_event(name, family, ask, parts, self.described[name])
+            yield "start", start
             left = len(parts)
             while left:
                 part, what = await inbox.get()
@@ -151,7 +157,7 @@ class Host:
                     raise what
                 else:
                     left -= 1
-            done = done_event(family, ask, parts)
+            done = done_event(family, ask, parts, start)
             self.metrics_of.request(done["relaylm"])
             yield "done", done
         finally:
@@ -161,7 +167,8 @@ class Host:
     def _prepare(self, name: str, family: Family, ask: Ask, put: Callable[[Part, Any], None]) -> list[Part]:
         parts: list[Part] = []
         deadline = self.scheduler.clock() + self.limits.timeout
-        requests = [settled(family, ask, prompt) for prompt in ask.prompts]
+        same = replace(ask, prompt=None, seed=None, user=None)
+        requests = [self.settled(name, same, prompt) for prompt in ask.prompts]
         batch = rows_in_call(family, max(request.given.shape[-1] for request in requests), self.limits)
         for number, request in enumerate(requests):
             length = request.given.shape[-1]
@@ -220,19 +227,18 @@ def _rule_loop(
 # ------------------------------------------------------------------------------------------------ events
 
 
-def start_event(name: str, family: Family, ask: Ask, parts: list[Part]) -> dict[str, Any]:
+def start_event(
+    name: str, family: Family, ask: Ask, parts: list[Part], models: list[dict[str, Any]]
+) -> dict[str, Any]:
     """What is known before the first call."""
     first, given = parts[0], []
     for part in parts:
-        given_L = part.job.plan.given_nL[0]
-        pieces = row_pieces(family, given_L) if (given_L >= 0).any() else [None] * len(given_L)
-        texts = [None if token < 0 else piece for token, piece in zip(given_L.tolist(), pieces, strict=True)]
+        given_L, texts = part.job.plan.given_nL[0], [None] * part.job.plan.length
+        if (given_L >= 0).any():
+            pairs = zip(given_L.tolist(), row_pieces(family, given_L), strict=True)
+            texts = [None if token < 0 else piece for token, piece in pairs]
         given += [texts] * ask.n
-    cost = None
-    if all(part.job.events is not None for part in parts):
-        total = total_cost([part.cost(family) for part in parts])
-        cost = {"calls": total.calls, "flops": total.flops, "saved": total.flops_saved}
-    steps = first.request.steps
+    known, steps = all(part.job.events is not None for part in parts), first.request.steps
     return {
         "id": f"relaylm-{secrets.token_hex(12)}",
         "family": name,
@@ -242,10 +248,16 @@ def start_event(name: str, family: Family, ask: Ask, parts: list[Part]) -> dict[
         "schedule": policy_text(first.request.policy),
         "law": first.request.law_text,
         "steps": "inf" if steps is not None and math.isinf(steps) else steps,
-        "models": [model for model in describe_models(family) if model["name"] in first.request.names],
+        "models": [model for model in models if model["name"] in first.request.names],
         "given": given,
-        "planned": cost,
+        "planned": spent(family, parts) if known else None,
     }
+
+
+def spent(family: Family, parts: list[Part]) -> dict[str, Any]:
+    """What the calls of a request come to."""
+    total = total_cost([part.cost(family) for part in parts])
+    return {"calls": total.calls, "flops": total.flops, "saved": total.flops_saved}
 
 
 def note_tokens(family: Family, part: Part, event: Event) -> None:
@@ -291,19 +303,17 @@ def _decode(family: Family, tokens: np.ndarray) -> str:
     return " ".join(map(str, tokens)) if family.tokenizer is None else family.tokenizer.decode(tokens)
 
 
-def done_event(family: Family, ask: Ask, parts: list[Part]) -> dict[str, Any]:
+def done_event(family: Family, ask: Ask, parts: list[Part], start: dict[str, Any]) -> dict[str, Any]:
     """The texts and what they cost."""
-    cost, jobs, request = total_cost([p.cost(family) for p in parts]), [p.job for p in parts], parts[0].request
+    jobs, request = [part.job for part in parts], parts[0].request
     given = [int((part.job.plan.given_nL[0] >= 0).sum()) for part in parts]
     free = [ask.n * part.job.plan.length - ask.n * g for part, g in zip(parts, given, strict=True)]
     usage = {"prompt_tokens": sum(given), "completion_tokens": sum(free), "total_tokens": sum(given) + sum(free)}
     began, law, rule = min(job.began for job in jobs), request.law, request.rule
     about = {
-        "schedule": policy_text(request.policy),
-        "law": request.law_text,
-        "calls": cost.calls,
-        "flops": cost.flops,
-        "saved": cost.flops_saved,
+        "schedule": start["schedule"],
+        "law": start["law"],
+        **(start["planned"] or spent(family, parts)),
         "seconds_queued": round(began - jobs[0].submitted, 6),
         "seconds_computing": round(max(job.finished for job in jobs) - began, 6),
         "batch_size": jobs[0].batch,
