@@ -26,7 +26,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -288,7 +288,7 @@ def _key(family: Family, name: str, length: int, shape: Shape) -> dict[str, Any]
         "narrow": bool(getattr(model, "narrow", False)),
         "tensors": hashlib.sha256(json.dumps(tensors).encode()).hexdigest()[:16],
         "length": length,
-        "shape": asdict(shape),
+        "shape": shape._asdict(),
     }
 
 

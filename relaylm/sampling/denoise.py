@@ -300,7 +300,7 @@ class Run:
         """What came out, once nothing is left to do; `began` by time.perf_counter()."""
         self.engine.drawer.check()
         plan, events, model_E, options = self.plan, self.events, self.queue.model_E, self.options
-        tokens_nL = self.engine.state_nL[: plan.n].cpu().numpy()
+        tokens_nL = self.engine.state_nL[: plan.n].contiguous().cpu().numpy()
         assert self.done == len(model_E) and not (tokens_nL == options.mask_id).any(), "a planned event was not run"
         everywhere = self.states is not None and self.states.wants_logits
         heavy = options.heavy or self.names[-1]

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,8 +35,7 @@ CALLS_AHEAD = 8  # calls that the host may be ahead of the device
 ResultT = TypeVar("ResultT")
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """Places in one call: B rows, K due positions in a row, N due positions in all."""
 
     rows: int
@@ -70,7 +69,8 @@ class Engine:
 
     Models are anything with `logits_at(tokens, t, positions)`, or `hidden_at` and `head` in its place. With `scored` a
     call also returns the log-probabilities of the tokens it wrote, which dynamic policies see. With `shared`, rows of
-    several plans come and go (`seat`), and the noise of each is keyed by its own plan's seed."""
+    several plans come and go (`seat`), and the noise of each is keyed by its own plan's seed; unless `scored`, a call
+    then returns the largest logits in place of log-probabilities, which are finite if all is well."""
 
     def __init__(
         self,
@@ -85,9 +85,11 @@ class Engine:
         self.models, self.device, self.scored = list(models), torch.device(device), scored
         self.exact = widest_float(self.device)
         self.drawer = Drawer(law, plan.seed, mask_id, self.device)
-        self.state_nL = torch.full((plan.n + 1, plan.length), mask_id, device=self.device)
-        self.row_ids = torch.zeros(plan.n + 1, dtype=torch.int64, device=self.device)
-        self.seeds_2n = torch.zeros((2, plan.n + 1), dtype=torch.int64, device=self.device) if shared else None
+        # Of each row its tokens, its number and its seed, side by side so that one transfer seats it.
+        self._rows_nX = torch.zeros((plan.n + 1, plan.length + 3), dtype=torch.int64, device=self.device)
+        self.state_nL, self.row_ids = self._rows_nX[:, : plan.length], self._rows_nX[:, plan.length]
+        self.state_nL.fill_(mask_id)
+        self.seeds_2n = self._rows_nX[:, plan.length + 1 :].T if shared else None
         self.load(plan.rows_n, np.where(plan.given_nL < 0, mask_id, plan.given_nL))
         self.graphs = Graphs(self.device)
 
@@ -100,12 +102,9 @@ class Engine:
         """Put one row of another plan in a place. In place, so captured calls stay valid."""
         assert self.seeds_2n is not None
         given_L = plan.given_nL[row]
-        tokens_L = torch.from_numpy(np.where(given_L < 0, self.drawer.mask_id, given_L))
-        self.state_nL[place].copy_(tokens_L, non_blocking=True)  # the host does not wait for the calls under way
-        for there, value in zip(
-            (self.row_ids, *self.seeds_2n), (plan.rows_n[row], *split_seed(plan.seed)), strict=True
-        ):
-            there[place].fill_(int(value))
+        tokens_L = np.where(given_L < 0, self.drawer.mask_id, given_L)
+        row_X = torch.from_numpy(np.concatenate([tokens_L, [plan.rows_n[row], *split_seed(plan.seed)]]))
+        self._rows_nX[place].copy_(row_X, non_blocking=True)  # the host does not wait for the calls under way
 
     def serves(self, models: Sequence[Any], plan: Plan, mask_id: int, law: Law, scored: bool) -> bool:
         """Was this engine made for such a run? All of this is fixed in what it has captured."""
@@ -158,7 +157,7 @@ class Engine:
         seed = None if self.seeds_2n is None else (self.seeds_2n[0, row_N], self.seeds_2n[1, row_N])
         token_N, lawful_NV = self.drawer(logits_NV, self.row_ids[row_N], position_N, torch.zeros_like(row_N), seed)
         if not self.scored:
-            return token_N, token_N
+            return token_N, token_N if seed is None else lawful_NV.amax(dim=-1).to(self.exact)
         log_p_NV = lawful_NV.to(self.exact).log_softmax(dim=-1)
         return token_N, log_p_NV.gather(1, token_N[:, None])[:, 0]
 
@@ -255,7 +254,7 @@ class Graphs:
         event.record()
         self._under_way.append(event)
         if len(self._under_way) > CALLS_AHEAD:
-            self._under_way.popleft().synchronize()
+            wait_for(self._under_way.popleft())
 
     def close(self) -> None:
         """Drop the graphs now, not when somebody's garbage is collected."""
@@ -293,6 +292,12 @@ class _Graph:
         self.sent.copy_(torch.from_numpy(np.concatenate([index, t_B.view(np.int64)])), non_blocking=True)
         self.graph.replay()
         return self.result
+
+
+def wait_for(event: Any) -> None:
+    """Wait for an event of the device. One that has come to pass already costs no change of threads."""
+    if not event.query():
+        event.synchronize()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import secrets
 import threading
@@ -88,8 +89,9 @@ class Host:
         self.families, self.limits, self.created = families, limits or Limits(), int(time.time())
         self.metrics_of = Metrics()
         rows, queue = self.limits.max_rows, self.limits.max_queue
-        ahead = 2 * any(family.device.type == "cuda" for family in families.values())
-        self.scheduler = Scheduler(self._engine, rows, queue, on_call=self.metrics_of.call, ahead=ahead)
+        devices = sorted((family.device for family in families.values()), key=lambda device: device.type == "cuda")
+        ahead = 2 * (devices[-1].type == "cuda")
+        self.scheduler = Scheduler(self._engine, rows, queue, devices[-1], on_call=self.metrics_of.call, ahead=ahead)
         self.thread = threading.Thread(target=self.scheduler.work, name="relaylm-calls", daemon=True)
         # One thread for all requests: more of them would only take the interpreter away from the one that makes calls.
         self.worker = ThreadPoolExecutor(1, "relaylm-plans")
@@ -110,7 +112,7 @@ class Host:
         nothing = np.full((places, length), -1, dtype=np.int64)
         empty = Plan(0, np.zeros(places, dtype=np.int64), nothing, np.zeros((places, length)))
         models = list(family.models.values())
-        return Engine(models, empty, family.mask_id, lane.law, family.device, scored=True, shared=True)
+        return Engine(models, empty, family.mask_id, lane.law, family.device, lane.scored, shared=True)
 
     # -------------------------------------------------------------------------------- what the HTTP side asks for
 
@@ -140,7 +142,8 @@ class Host:
         loop, inbox = asyncio.get_running_loop(), asyncio.Queue[tuple[Part, Any]]()
 
         def put(part: Part, what: Any) -> None:
-            loop.call_soon_threadsafe(inbox.put_nowait, (part, what))
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(inbox.put_nowait, (part, what))
 
         parts = await loop.run_in_executor(self.worker, self._prepare, name, family, ask, put)
         jobs = [part.job for part in parts]
@@ -201,7 +204,7 @@ def _job(
         followed, times = resolve(policy, steps, rule)
         if not rule.planned:
             loop = _rule_loop(family, request, followed, times, plan, batch)
-            lane = LaneKey(name, plan.length, law)
+            lane = LaneKey(name, plan.length, law, scored=True)
             return followed, Job(lane, tuple(request.models), plan, batch, rule=loop, **hooks)
         plan, steps, call_nL = as_plan(rule, plan, times)
         policy, law = followed, replace(law, top_k=1) if request.greedy else law
@@ -209,7 +212,7 @@ def _job(
     lookup = static_models(followed, family.names)
     assert lookup is not None
     model_E = lookup(events.step_E, events.t_E)
-    lane = LaneKey(name, plan.length, law)
+    lane = LaneKey(name, plan.length, law, scored=hooks["tokens_nL"] is None)
     return followed, Job(lane, family.names, plan, batch, events=events, model_E=model_E, **hooks)
 
 
@@ -227,13 +230,12 @@ def _rule_loop(
 # ------------------------------------------------------------------------------------------------ events
 
 
-def start_event(
-    name: str, family: Family, ask: Ask, parts: list[Part], models: list[dict[str, Any]]
-) -> dict[str, Any]:
+def start_event(name: str, family: Family, ask: Ask, parts: list[Part], models: list[dict[str, Any]]) -> dict[str, Any]:
     """What is known before the first call."""
     first, given = parts[0], []
     for part in parts:
-        given_L, texts = part.job.plan.given_nL[0], [None] * part.job.plan.length
+        given_L = part.job.plan.given_nL[0]
+        texts: list[str | None] = [None] * len(given_L)
         if (given_L >= 0).any():
             pairs = zip(given_L.tolist(), row_pieces(family, given_L), strict=True)
             texts = [None if token < 0 else piece for token, piece in pairs]

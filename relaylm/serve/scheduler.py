@@ -24,7 +24,6 @@ A scheduler runs in one thread (`step`); `submit` and `cancel` may be called fro
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import logging
 import math
@@ -43,7 +42,7 @@ from torch import Tensor
 from relaylm.core.cost import Cost
 from relaylm.core.plan import Events, Plan
 from relaylm.errors import UserError
-from relaylm.sampling.engine import Engine, Shape, settings
+from relaylm.sampling.engine import Engine, Shape, settings, wait_for
 from relaylm.sampling.law import Law
 from relaylm.sampling.queue import call_shapes, pack
 from relaylm.sampling.result import Event
@@ -60,6 +59,7 @@ class LaneKey(NamedTuple):
     family: str
     length: int
     law: Law
+    scored: bool  # whether anybody wants log-probabilities
 
 
 @dataclass(eq=False)
@@ -92,17 +92,15 @@ class Job:
             assert self.model_E is not None
             self.shapes, shape_E = call_shapes(self.events, self.plan.length, self.batch)
             # Lists: the scheduler reads one number at a time.
-            self.shape_of, self.model_of, self.count_of, self.start_of, self.t_of = (
-                x_E.tolist()
-                for x_E in (shape_E, self.model_E, self.events.count_E, self.events.start_E, self.events.t_E)
-            )
+            each = (shape_E, self.model_E, self.events.count_E, self.events.start_E, self.events.t_E)
+            self.shape_of, self.model_of, self.count_of, self.start_of, self.t_of = (x_E.tolist() for x_E in each)
+            self.positions_F, self.step_E = self.events.positions_F, self.events.step_E
 
 
 @dataclass(eq=False)
 class _Lane:
     engine: Engine
     free: list[int]  # places
-    rows: int = 0
     used: int = 0  # the number of its last call
 
 
@@ -125,12 +123,8 @@ class _Row:
 
     def settle(self) -> None:
         """Note which call the row wants next."""
-        job = self.job
-        if job.events is None:
-            self.kind = (id(self),)
-        else:
-            shape = job.shapes[job.shape_of[self.next]]
-            self.kind = (id(self.lane), job.model_of[self.next], shape.rows, shape.per_row, shape.kept)
+        job, at = self.job, self.next
+        self.kind = (id(self),) if job.events is None else (self.lane, job.model_of[at], job.shapes[job.shape_of[at]])
 
 
 @dataclass(eq=False)
@@ -143,7 +137,7 @@ class _Launched:
     model: int
     shape: Shape
     lane: _Lane
-    written: tuple[Tensor, Tensor]  # tokens and log-probabilities
+    written: Tensor  # tokens, and log-probabilities or what else is finite if all is well
     ready: Any  # an event of the device, or None
     began: float
 
@@ -168,6 +162,7 @@ class Scheduler:
     engine_for: Callable[[LaneKey, int], Engine]
     max_rows: int = 64
     max_queue: int = 256
+    device: torch.device | str = "cpu"
     clock: Callable[[], float] = time.monotonic
     on_call: Callable[[Made], None] = lambda made: None
     ahead: int = 0  # calls that are launched before what one wrote is fetched
@@ -183,8 +178,6 @@ class Scheduler:
         self.changed = threading.Condition()
         self._order = count()
         self._launched: deque[_Launched] = deque()
-
-    # -------------------------------------------------------------------------------- from any thread
 
     @property
     def rows_waiting(self) -> int:
@@ -229,20 +222,18 @@ class Scheduler:
             self.closing = True
             self.changed.notify()
 
-    # -------------------------------------------------------------------------------- in one thread
-
     def work(self) -> None:
         """Make calls as long as there is something to do; wait for more until closed."""
-        while True:
-            with self.changed:
-                while not (self.active or self.waiting or self._launched):
-                    if self.closing:
-                        return
-                    self.changed.wait()
-            self.step()
+        with settings(self.device):
+            while True:
+                if not self.step():
+                    with self.changed:
+                        self.changed.wait_for(lambda: self.waiting or self.closing)
+                        if not self.waiting:
+                            return
 
     def step(self) -> bool:
-        """Let rows leave and join, then make one call; False if there was nothing to do."""
+        """Let rows leave and join, then make one call; False if there was nothing to do. Under `engine.settings`."""
         self._leave()
         self._join()
         if not self.active:
@@ -273,14 +264,14 @@ class Scheduler:
 
     def _fail(self, rows: list[_Row], error: Exception) -> None:
         """A call that fails ends its own requests and nothing else."""
-        bad_input = isinstance(error, UserError)
+        bad_input, lane = isinstance(error, UserError), rows[0].lane
         if not bad_input:
             log.error("a call failed", exc_info=error)
         message = str(error) if bad_input else f"a network call failed ({type(error).__name__})"
         for job in {row.job for row in rows}:
             self._end(job, Refused(400 if bad_input else 503, message, "call_failed"))
-        if rows[0].lane is not None:
-            rows[0].lane.engine.release()
+        if lane is not None:
+            lane.engine.release()
 
     def _leave(self) -> None:
         now = self.clock()
@@ -318,16 +309,14 @@ class Scheduler:
                 self.lanes[job.lane] = _Lane(engine, list(range(self.max_rows)))
             row.lane = self.lanes[job.lane]
             row.place = row.lane.free.pop()
-            row.lane.rows += 1
-            with settings(row.lane.engine.device):
-                row.lane.engine.seat(row.place, job.plan, row.number)
+            row.lane.engine.seat(row.place, job.plan, row.number)
             row.next, row.end = job.events.row_ptr_n1[row.number : row.number + 2].tolist()
         row.settle()
 
     def _forget(self) -> None:
         """Drop the engines that were not used for longest."""
-        idle = sorted((key for key, lane in self.lanes.items() if not lane.rows), key=lambda key: self.lanes[key].used)
-        for key in idle[: max(0, len(self.lanes) + 1 - LANES)]:
+        idle = [key for key, lane in self.lanes.items() if len(lane.free) == self.max_rows]
+        for key in sorted(idle, key=lambda key: self.lanes[key].used)[: max(0, len(self.lanes) + 1 - LANES)]:
             self.lanes.pop(key).engine.release()
 
     def _choose(self) -> list[_Row]:
@@ -348,25 +337,23 @@ class Scheduler:
         assert lane is not None
         counts, parts, times, total = [], [], [], 0
         for row in rows:
-            job, events = row.job, row.job.events
-            assert events is not None
+            job = row.job
             due, start = job.count_of[row.next], job.start_of[row.next]
             if (total := total + due) > shape.kept:  # the head's places are taken; the first row always fits
                 break
             counts.append(due)
-            parts.append(events.positions_F[start : start + due])
+            parts.append(job.positions_F[start : start + due])
             times.append(job.t_of[row.next])
         rows = rows[: len(counts)]
         places_R, events_R = (np.array([getattr(row, name) for row in rows]) for name in ("place", "next"))
         call = pack(model, shape, places_R, events_R, np.array(counts), np.concatenate(parts), np.array(times))
-        began = self._begin(rows)
-        with settings(lane.engine.device):
-            token_N, logprob_N, _ = lane.engine.run(call)
-            written, ready = _copied(token_N[: sum(counts)], logprob_N[: sum(counts)])
+        began = self.clock()
+        token_N, logprob_N, _ = lane.engine.run(call)
+        written, ready = _copied(token_N, logprob_N)
         self._launched.append(_Launched(rows, events_R.tolist(), parts, model, shape, lane, written, ready, began))
         lane.used = self.calls
         for row in rows:
-            row.next, row.since = row.next + 1, self.calls
+            row.next, row.since, row.job.began = row.next + 1, self.calls, min(row.job.began, began)
             if row.next == row.end:
                 self._remove([row])  # what comes into its place is written after this call
             else:
@@ -375,14 +362,13 @@ class Scheduler:
     def _deliver(self, call: _Launched) -> None:
         """Wait for a call, and pass on what it wrote."""
         if call.ready is not None:
-            call.ready.synchronize()
-        token_N, logprob_N = (tensor.numpy() for tensor in call.written)
-        finite = bool(np.isfinite(logprob_N).all())
+            wait_for(call.ready)
+        written_N, logprob_N = call.written.numpy()
+        token_N, finite = written_N.astype(np.int64), bool(np.isfinite(logprob_N).all())
         end, model = 0, call.rows[0].job.names[call.model]
         for row, number, positions in zip(call.rows, call.events, call.positions, strict=True):
             job, mine = row.job, slice(end, end + len(positions))
             end += len(positions)
-            assert job.events is not None
             if job.over:
                 continue
             if not finite and not np.isfinite(logprob_N[mine]).all():
@@ -391,48 +377,33 @@ class Scheduler:
             if job.tokens_nL is not None:
                 job.tokens_nL[row.number, positions] = token_N[mine]
             else:
-                step, written = int(job.events.step_E[number]), (token_N[mine].tolist(), logprob_N[mine].tolist())
-                self._emit(job, Event(row.number, step, job.t_of[number], model, positions.tolist(), *written))
+                step, written = int(job.step_E[number]), (token_N[mine].tolist(), logprob_N[mine].tolist())
+                job.emit(Event(row.number, step, job.t_of[number], model, positions.tolist(), *written))
             if number + 1 == row.end:
                 self._written(row)
-        first, rows = call.rows[0].job, len(call.rows)
+        first, rows, padded = call.rows[0].job, len(call.rows), call.shape.rows - len(call.rows)
         shape_text = f"{call.shape.rows}x{first.plan.length}:{call.shape.kept}"
-        padded, seconds = call.shape.rows - rows, self.clock() - call.began
-        self.on_call(Made(first.lane, model, shape_text, rows, padded, len(token_N), seconds))
+        self.on_call(Made(first.lane, model, shape_text, rows, padded, end, self.clock() - call.began))
 
     def _run_rule(self, row: _Row) -> None:
         """One call of a request under a rule."""
-        job, began = row.job, self._begin([row])
+        job, began = row.job, self.clock()
+        job.began = min(job.began, began)
         assert job.rule is not None
-        if row.run is None:
-            row.run = job.rule(row.wrote.append)
-        with settings(row.run.device):
-            more = row.run.step()
+        row.run = row.run or job.rule(row.wrote.append)
+        more = row.run.step()
         row.since = self.calls
         if row.wrote:
             rows, tokens = len(row.wrote), sum(len(event.tokens) for event in row.wrote)
             for event in row.wrote:
-                self._emit(job, event)
-            shape = f"{job.batch}x{job.plan.length}:rule"
-            seconds = self.clock() - began
-            self.on_call(Made(job.lane, row.wrote[0].model, shape, rows, job.batch - rows, tokens, seconds))
+                job.emit(event)
+            facts = row.wrote[0].model, f"{job.batch}x{job.plan.length}:rule", rows, job.batch - rows, tokens
+            self.on_call(Made(job.lane, *facts, self.clock() - began))
             row.wrote.clear()
         if not more:
             job.cost = row.run.samples(time.perf_counter()).cost
             self._remove([row])
             self._written(row)
-
-    def _begin(self, rows: list[_Row]) -> float:
-        now = self.clock()
-        for row in rows:
-            row.job.began = min(row.job.began, now)
-        return now
-
-    def _emit(self, job: Job, event: Event) -> None:
-        try:
-            job.emit(event)
-        except RuntimeError:  # the event loop that waited for it is closed
-            job.cancelled = True
 
     def _written(self, row: _Row) -> None:
         """A row is written; with the last one its job is done."""
@@ -451,8 +422,7 @@ class Scheduler:
                 self.waiting = [entry for entry in self.waiting if entry[2].job is not job]
                 heapq.heapify(self.waiting)
         job.over, job.finished = True, self.clock()
-        with contextlib.suppress(RuntimeError):
-            job.ended(error)
+        job.ended(error)
 
     def _remove(self, rows: list[_Row]) -> None:
         for row in rows:
@@ -462,17 +432,17 @@ class Scheduler:
                 row.run = None
             if row.lane is not None:
                 row.lane.free.append(row.place)
-                row.lane.rows -= 1
                 row.lane = None
 
 
-def _copied(token_N: Tensor, logprob_N: Tensor) -> tuple[tuple[Tensor, Tensor], Any]:
-    """What a call wrote, on the host once the event has come to pass; the next call may overwrite the call's own."""
-    if token_N.device.type != "cuda":
-        return (token_N, logprob_N), None
-    written = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in (token_N, logprob_N)]
-    for host, there in zip(written, (token_N, logprob_N), strict=True):
-        host.copy_(there, non_blocking=True)
+def _copied(token_N: Tensor, logprob_N: Tensor) -> tuple[Tensor, Any]:
+    """What a call wrote, on the host once the event has come to pass; the next call may overwrite the call's own. Each
+    operation on a device gives other threads the interpreter, so there are few: a float64 holds a token's number."""
+    written = torch.stack((token_N, logprob_N))
+    if written.device.type != "cuda":
+        return written, None
+    host = torch.empty(written.shape, dtype=written.dtype, pin_memory=True)
+    host.copy_(written, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
-    return (written[0], written[1]), event
+    return host, event
