@@ -143,8 +143,9 @@ def cost_of_calls(
     names, each = tuple(models), list(models.values())
     calls = np.bincount(model_E, minlength=len(names)).tolist()
     heavy_E = np.full_like(model_E, names.index(heavy))
-    flops = [flops_of_calls(each, who_E, count_E, length, everywhere) for who_E in (model_E, heavy_E)]
-    total, total_heavy = (None if flops_E is None else float(flops_E.sum()) for flops_E in flops)
+    mixed = calls[names.index(heavy)] < len(model_E)
+    flops = [flops_of_calls(each, who_E, count_E, length, everywhere) for who_E in (model_E, heavy_E)[: 1 + mixed]]
+    total, total_heavy = (None if flops_E is None else float(flops_E.sum()) for flops_E in (flops[0], flops[-1]))
     depths: dict[str, Any] = {name: getattr(model, "depth", None) for name, model in models.items()}
     saved = None
     if isinstance(followed, Timetable) and None not in depths.values():

@@ -261,7 +261,8 @@ def test_over_the_limits_all_rows_of_a_request_are_refused(family: Family) -> No
     assert one.ends == [None]
 
 
-def test_a_call_that_fails_ends_its_own_request_only(family: Family) -> None:
+@pytest.mark.parametrize("stream", [True, False])  # with log-probabilities, and without
+def test_a_call_that_fails_ends_its_own_request_only(family: Family, stream: bool) -> None:
     def broken(tokens_BL: torch.Tensor, t_B: torch.Tensor) -> torch.Tensor:
         if tokens_BL.shape[1] == 7:
             raise RuntimeError("device lost")
@@ -269,8 +270,8 @@ def test_a_call_that_fails_ends_its_own_request_only(family: Family) -> None:
 
     models = {"a": FromLogits(broken), "b": family["3b"]}
     host = Host({"tiny": Family(models, 27, 28, 32, family.tokenizer, light="a", heavy="b")})
-    lost, nan, good = (send(host, schedule="a", length=length, steps=4) for length in (7, 8, 9))
-    other = send(host, schedule="b", length=8, steps=4)
+    lost, nan, good = (send(host, schedule="a", length=length, steps=4, stream=stream) for length in (7, 8, 9))
+    other = send(host, schedule="b", length=8, steps=4, stream=stream)
     finish(host)
     assert lost.ends[0] is not None and lost.ends[0].status == 503 and "device lost" not in lost.ends[0].message
     assert nan.ends[0] is not None and nan.ends[0].status == 503
