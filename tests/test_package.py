@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pwd
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -54,19 +57,54 @@ def test_extras_are_named_and_all_has_them() -> None:
     assert used <= set(extras), used - set(extras)
 
 
-@pytest.mark.slow
-def test_wheel_and_source_archive_install_into_an_empty_environment(tmp_path: Path) -> None:
+def built(folder: Path) -> tuple[Path, Path, list[str]]:
+    """The wheel, the source archive, and the files that are tracked."""
     pytest.importorskip("build", reason="build is not installed")
     pytest.importorskip("setuptools", reason="setuptools is not installed")
-    source = tmp_path / "source"
+    source = folder / "source"
     tracked = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
     for name in tracked:
         if name.startswith(("relaylm/", "pyproject", "README", "LICENSE")) and (ROOT / name).is_file():
             target = source / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((ROOT / name).read_bytes())
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", source)
-    (wheel,), (archive,) = (list((tmp_path / "dist").glob(pattern)) for pattern in ("*.whl", "*.tar.gz"))
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", source)
+    (wheel,), (archive,) = (list((folder / "dist").glob(pattern)) for pattern in ("*.whl", "*.tar.gz"))
+    return wheel, archive, tracked
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of this version that runs, of pyenv or on the path."""
+    home = Path(pwd.getpwuid(os.getuid()).pw_dir)  # tests have a HOME of their own
+    own = sorted((home / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
+    for found in (*own, shutil.which(f"python{version}")):
+        if found is not None and subprocess.run([found, "--version"], capture_output=True, check=False).returncode == 0:
+            return str(found)
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_the_wheel_with_all_it_needs_on_other_interpreters(tmp_path: Path, version: str) -> None:
+    """With the dependencies of its own, from the package index; that all extras resolve is asked of pip alone."""
+    if (found := interpreter(version)) is None:
+        pytest.skip(f"there is no Python {version}")
+    wheel, _, _ = built(tmp_path)
+    home = tmp_path / "venv"
+    run(found, "-m", "venv", home)
+    python, same = home / "bin" / "python", ("--disable-pip-version-check", "-q", "-c", ROOT / "constraints.txt")
+    run(python, "-m", "pip", "install", *same, wheel)
+    extras = ",".join(sorted(set(PROJECT["optional-dependencies"]) - {"campaign", "mauve"}))
+    run(python, "-m", "pip", "install", "--dry-run", *same, f"relaylm[{extras}] @ file://{wheel}")
+    assert run(home / "bin" / "relaylm", "--version", cwd=tmp_path).strip() == f"relaylm {PROJECT['version']}"
+    words = ("sample", "--family", "wiki-char", "--length", "16", "--seed", "1", "--json", "-")
+    said = run(home / "bin" / "relaylm", *words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""})
+    assert len(json.loads(said)["texts"][0]) == 16
+
+
+@pytest.mark.slow
+def test_wheel_and_source_archive_install_into_an_empty_environment(tmp_path: Path) -> None:
+    wheel, archive, tracked = built(tmp_path)
     assert wheel.stat().st_size < LARGEST
     with zipfile.ZipFile(wheel) as files:
         names = files.namelist()
