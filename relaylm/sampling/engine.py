@@ -85,11 +85,14 @@ class Engine:
         self.models, self.device, self.scored = list(models), torch.device(device), scored
         self.exact = widest_float(self.device)
         self.drawer = Drawer(law, plan.seed, mask_id, self.device)
-        # Of each row its tokens, its number and its seed, side by side so that one transfer seats it.
-        self._rows_nX = torch.zeros((plan.n + 1, plan.length + 3), dtype=torch.int64, device=self.device)
-        self.state_nL, self.row_ids = self._rows_nX[:, : plan.length], self._rows_nX[:, plan.length]
-        self.state_nL.fill_(mask_id)
-        self.seeds_2n = self._rows_nX[:, plan.length + 1 :].T if shared else None
+        # Of each row its tokens and, where rows come and go, its number and seed beside them: one transfer seats it.
+        size = plan.length + (3 if shared else 0)
+        self._rows_nX = torch.full((plan.n + 1, size), mask_id, dtype=torch.int64, device=self.device)
+        self.state_nL = self._rows_nX[:, : plan.length]
+        own = torch.zeros(plan.n + 1, dtype=torch.int64, device=self.device)
+        self.row_ids, self.seeds_2n = (
+            (self._rows_nX[:, plan.length], self._rows_nX[:, plan.length + 1 :].T) if shared else (own, None)
+        )
         self.load(plan.rows_n, np.where(plan.given_nL < 0, mask_id, plan.given_nL))
         self.graphs = Graphs(self.device)
 

@@ -99,9 +99,12 @@ def test_a_fault_at_every_call_of_a_save_keeps_the_old_file_or_has_the_new(
                 assert "cannot write" in str(error) and "\n" not in str(error) and "is kept" in str(error)
                 assert [file.name for file in tmp_path.iterdir()] == [path.name]
             continue
-        break
+        if at == len(made):
+            break
+        found = checkpoint.load(path)  # without a lock a file is written all the same
+        assert found is not None and found[1] == {"step": 2} and made[at] == "open"
     assert at == len(made) and set(made) == set(CALLS)
-    assert at == 6  # open, write, fsync, replace, and the folder's open and fsync
+    assert at == 7  # open, the lock's open, write, fsync, replace, and the folder's open and fsync
 
 
 def run_with_faults(corpus: TokenFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, step: int) -> int:
