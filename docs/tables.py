@@ -373,6 +373,7 @@ def campaigns(records: Path) -> str:
         "kills": f"{found['kills']['counts']['kills']:,} kills of {len(found['kills']['kinds'])} commands",
         "faults": f"{faults['cases']:,} of {faults['faults possible']:,} in {len(faults['changes on disk'])} commands",
         "fuzz": f"{fuzz['counts']['inputs']:,} inputs for {len(fuzz['counts']) - 1} parsers",
+        "fuzz-store": f"{found['fuzz-store']['counts']['inputs']:,} inputs for the store alone",
         "laws": f"{found['laws']['counts']['tests']} tests",
         "soak": f"{found['soak']['counts']['requests']:,} requests in {found['soak']['seconds_asked']:,} s",
         "supply": f"{found['supply']['counts']['packages']} packages",
