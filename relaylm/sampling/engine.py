@@ -89,10 +89,10 @@ class Engine:
         size = plan.length + (3 if shared else 0)
         self._rows_nX = torch.full((plan.n + 1, size), mask_id, dtype=torch.int64, device=self.device)
         self.state_nL = self._rows_nX[:, : plan.length]
-        own = torch.zeros(plan.n + 1, dtype=torch.int64, device=self.device)
-        self.row_ids, self.seeds_2n = (
-            (self._rows_nX[:, plan.length], self._rows_nX[:, plan.length + 1 :].T) if shared else (own, None)
-        )
+        self.row_ids = torch.zeros(plan.n + 1, dtype=torch.int64, device=self.device)
+        self.seeds_2n: Tensor | None = None
+        if shared:
+            self.row_ids, self.seeds_2n = self._rows_nX[:, plan.length], self._rows_nX[:, plan.length + 1 :].T
         self.load(plan.rows_n, np.where(plan.given_nL < 0, mask_id, plan.given_nL))
         self.graphs = Graphs(self.device)
 

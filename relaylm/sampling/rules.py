@@ -433,7 +433,7 @@ def planned(rule: Rule, plan: Plan, times: tuple[float, ...]) -> Plan:
     free_nL, steps = plan.given_nL < 0, len(times) - 1
     if rule.name == "ancestral":
         return plan
-    if rule.counts is None:
+    if rule.name == "dream-origin":
         edges = dream_times(steps)[:-1]
         step_nL = np.searchsorted(-edges, -plan.u_nL, side="right") - 1  # edges[k] >= u > edges[k + 1]
     else:
