@@ -53,7 +53,7 @@ class Handle:
 @pytest.mark.parametrize("losses", [[10**9], [0, 10**9], [5, 10**9], [1, 9, 10**9]])
 def test_a_lost_replica_is_not_seen_in_the_stream(family: Family, losses: list[int]) -> None:
     host = Host({"tiny": family}, Limits())
-    ask = Ask(prompt="the ", length=20, steps=8, n=2, seed=3, schedule="L50% H50%")
+    ask = Ask(prompt="the ", length=20, steps=8, n=2, seed=3, schedule="L50% H50%", stream=True)
 
     async def all_of(backend: Any) -> list[Any]:
         return [event async for event in backend.stream(ask)]
@@ -80,7 +80,9 @@ def test_after_several_losses_the_request_is_refused(family: Family) -> None:
     host.start()
 
     async def all_of() -> None:
-        async for _ in Replicas(Handle(host, [2, 3, 4]), (Lost,), None).stream(Ask(length=20, steps=8, seed=3)):
+        async for _ in Replicas(Handle(host, [2, 3, 4]), (Lost,), None).stream(
+            Ask(length=20, steps=8, seed=3, stream=True)
+        ):
             pass
 
     try:
@@ -105,10 +107,10 @@ def test_a_replica_behind_ray_serves_handle(family: Family, tmp_path: Path) -> N
             await backend.schedule(Ask(schedule="nothing"))
         with pytest.raises(Refused):
             await anext(backend.stream(Ask(length=99)))
-        left = backend.stream(Ask(length=32, steps=32, n=4, seed=1))
+        left = backend.stream(Ask(length=32, steps=32, n=4, seed=1, stream=True))
         await anext(left)
         await left.aclose()  # type: ignore[attr-defined]
-        return [event async for event in backend.stream(Ask(length=12, steps=4, seed=3))]
+        return [event async for event in backend.stream(Ask(length=12, steps=4, seed=3, stream=True))]
 
     events = asyncio.run(talk())
     texts = relaylm.sample(family, length=12, steps=4, seed=3, batch_size=2).texts
@@ -132,7 +134,7 @@ def test_two_replicas_one_killed_under_load() -> None:
 
     async def one(seed: int) -> Any:
         try:
-            events = [event async for event in backend.stream(Ask(**fields, seed=seed))]  # type: ignore[arg-type]
+            events = [event async for event in backend.stream(Ask(**fields, seed=seed, stream=True))]  # type: ignore[arg-type]
         except Refused as error:
             return error.status
         return events[-1][1]["texts"]
