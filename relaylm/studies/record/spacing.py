@@ -1,12 +1,14 @@
 """What plans and rules lose in likelihood, measured and predicted: the table of pairs, and the bound of each.
 
     python -m relaylm.studies.record.spacing FAMILY OUT.json [--rows 160] [--pair-rows 160] [--plans uniform:256,...]
+    python -m relaylm.studies.record.spacing FAMILY OUT.json --draw
 
 Rows are the family's held-out text. Everything is measured on the same rows with the same seed, and a loss is the
 paired difference to the first plan, T = L uniform steps, in hundredths of a nat for one position. Plans are written
 `uniform:T` (or `inf`), `spaced:D[:prefix]`, or as a decoding rule that has a bound (`surest:11`, `eb:1`, `dus:64`).
 OUT.json has the table, losses with what they cost, and predictions where the plan alone decides. It is written after
-every chunk of rows; a run that is stopped leaves the rows it has, and is continued by the same command.
+every chunk of rows; a run that is stopped leaves the rows it has, and is continued by the same command. With `--draw`
+only the figure is made, OUT.svg.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from relaylm.measure.plan_likelihood import plan_bound
 from relaylm.measure.provenance import how_made
 from relaylm.models.family import Family
 from relaylm.sampling.rules import Rule, parse_rule
+from relaylm.show.figures import plot_front
 
 PLANS = (
     "uniform:64,uniform:32,uniform:16,spaced:5,spaced:8,spaced:11,spaced:16,spaced:25,spaced:40,spaced:64,"
@@ -49,7 +52,11 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", help="of the blocks; the table of pairs is measured in float32 always")
+    parser.add_argument("--draw", action="store_true", help="only the figure, from what is there")
     options = parser.parse_args()
+    if options.draw:
+        print(plot_front(json.loads(options.out.read_text()), options.out.with_suffix(".svg")))
+        return
     family = Family.load(options.family, device=options.device, dtype=options.dtype)
     if (text := held_out(family)) is None:
         raise UserError(f"{options.family} has no held-out text beside it (heldout.txt)")
