@@ -142,7 +142,7 @@ class _Sent:
     """A call that was started, and what will be known of it once the event has passed; see `RuleState.call`."""
 
     call: _Call
-    told: Tensor | None
+    outcome: Tensor | None
     event: Any
     wrote: Wrote | None
 
@@ -283,16 +283,16 @@ class RuleRun:
         index[1, real] = self.count_nT[call.rows_R, k_R] if self.rule.counts is not None else k_R + 1
         model = self.state.models[call.model] if self.state.fixed else None
         make, blank = partial(self.state.call, call.model, call.places), ((b, SCRATCH), (2 * b, 0))
-        told, wrote = self.graphs.run((call.model, call.places, b), model, make, index.reshape(-1), t_B, blank)
+        outcome, wrote = self.graphs.run((call.model, call.places, b), model, make, index.reshape(-1), t_B, blank)
         event = None
-        if told is not None and self.device.type == "cuda":
-            told, event = told.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        if outcome is not None and self.device.type == "cuda":
+            outcome, event = outcome.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         self.made.append(np.stack([np.full(len(k_R), call.model), call.asked_R, call.t_R, k_R]))
         self.calls += len(call.rows_R)
         self.padded_calls += b - len(call.rows_R)
         self.away_n[call.rows_R] = True
-        return _Sent(call, told, event, wrote)
+        return _Sent(call, outcome, event, wrote)
 
     def _receive(self, sent: _Sent) -> None:
         """Take note of what a call did, and move its rows to their next ones."""
@@ -302,10 +302,10 @@ class RuleRun:
             for event in self._reported(sent):
                 self.options.callback(event)
         self.at_n[rows_R] += 1
-        if sent.told is not None:
+        if sent.outcome is not None:
             if sent.event is not None:
                 sent.event.synchronize()
-            found = sent.told.cpu().numpy()[:, : len(rows_R)]
+            found = sent.outcome.cpu().numpy()[:, : len(rows_R)]
             self.states.masked_n[rows_R] = found[0].astype(np.int64)
             if self.rule.adaptive:
                 self.asked_n[rows_R] = found[1].astype(np.int64)

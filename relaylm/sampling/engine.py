@@ -260,7 +260,7 @@ class Graphs:
             wait_for(self._under_way.popleft())
 
     def close(self) -> None:
-        """Drop the graphs now, not when somebody's garbage is collected."""
+        """Drop the graphs now, not at some later garbage collection."""
         self._graphs.clear()
         self._seen.clear()
 
@@ -284,8 +284,8 @@ class _Graph:
             make(*own)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        # What other threads do on the device meanwhile must not spoil the capture, nor must the end of a graph that
-        # sits in a cycle of references, anybody's.
+        # Two things must not spoil the capture: what other threads do on the device, and the garbage collection of an
+        # older graph.
         with _uncollected(), torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.result = make(*own)
 
@@ -298,7 +298,7 @@ class _Graph:
 
 
 def wait_for(event: Any) -> None:
-    """Wait for an event of the device. One that has come to pass already costs no change of threads."""
+    """Wait for an event of the device. If it is over already, no other thread gets a turn."""
     if not event.query():
         event.synchronize()
 

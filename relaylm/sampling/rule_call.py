@@ -41,7 +41,7 @@ class Wrote(NamedTuple):
 class RuleState:
     """Rows under a rule on the device, with a scratch row at the end for the empty places of a batch.
 
-    `asks`: the host wants to know what a call did; `reports`: somebody wants to see all of it."""
+    `asks`: the host wants to know what a call did; `reports`: the caller wants to see all of it."""
 
     def __init__(
         self,
@@ -130,9 +130,9 @@ class RuleState:
             forget_BL = self.forget_nL[rows_B]
             self.token_nL[rows_B] = self.token_nL[rows_B].masked_fill(forget_BL, self.mask_id)
             self.sure_nL[rows_B] = self.sure_nL[rows_B].masked_fill(forget_BL, -torch.inf)
-        return self._told(rows_B, count_B, place_BK, chosen_BK, logprob_BK)
+        return self._outcome(rows_B, count_B, place_BK, chosen_BK, logprob_BK)
 
-    def _told(
+    def _outcome(
         self, rows_B: Tensor, next_B: Tensor, place_BK: Tensor, chosen_BK: Tensor, logprob_BK: Tensor
     ) -> tuple[Tensor | None, Wrote | None]:
         """What `call` returns."""
@@ -148,8 +148,10 @@ class RuleState:
         masked_B = ((token_BL == self.mask_id) & self.free_nL[rows_B]).sum(dim=1)
         mean_B = logprob_BK.sum(dim=1) / chosen_BK.sum(dim=1).clamp_min(1)
         facts = [masked_B, self._open(rows_B).sum(dim=1), mean_B, logprob_BK.amin(dim=1)]
-        told = torch.stack([fact_B.to(self.exact) for fact_B in facts])
-        return told if self.rule.rates is None else torch.cat([told, self.decide(rows_B, next_B, self.tries)]), wrote
+        outcome = torch.stack([fact_B.to(self.exact) for fact_B in facts])
+        if self.rule.rates is not None:
+            outcome = torch.cat([outcome, self.decide(rows_B, next_B, self.tries)])
+        return outcome, wrote
 
     def decide(self, rows_B: Tensor, k_B: Tensor, tries: int) -> Tensor:
         """Remasking rules: from step k go on by chance alone to a step that writes something, at most so many steps.

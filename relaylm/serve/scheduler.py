@@ -59,7 +59,7 @@ class LaneKey(NamedTuple):
     family: str
     length: int
     law: Law
-    scored: bool  # whether anybody wants log-probabilities
+    scored: bool  # whether log-probabilities are wanted
 
 
 @dataclass(eq=False)
@@ -436,7 +436,7 @@ class Scheduler:
 
 
 def _copied(token_N: Tensor, logprob_N: Tensor) -> tuple[Tensor, Any]:
-    """What a call wrote, on the host once the event has come to pass; the next call may overwrite the call's own. Each
+    """What a call wrote, on the host once the event is over; the next call may overwrite the call's own. Each
     operation on a device gives other threads the interpreter, so there are few: a float64 holds a token's number."""
     written = torch.stack((token_N, logprob_N))
     if written.device.type != "cuda":
