@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -31,16 +30,11 @@ def how_made(device: torch.device) -> dict[str, Any]:
 
 
 def _command() -> str:
-    """As it could be typed: `python -m relaylm` is relaylm. Of an absolute path the last name is left."""
+    """As it could be typed: `python -m relaylm` is relaylm."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = "" if spec is None else spec.name.removesuffix(".__main__")
     start = ["python", "-m", module] if "." in module else [module or Path(sys.argv[0]).name]
-    return shlex.join([*start, *map(_named, sys.argv[1:])])
-
-
-def _named(word: str) -> str:
-    """A word of the command without the folders of an absolute path in it (`/a/b.json`, `gguf:/a/b.gguf`)."""
-    return re.sub(r"(^|[:=])/(?:[^/\0]+/)+([^/\0]+)$", r"\1\2", word)
+    return shlex.join([*start, *sys.argv[1:]])
 
 
 def _commit() -> str | None:
