@@ -365,7 +365,9 @@ class _Paths:
         good one keeps few partial choices, which pays where there are many segments."""
         if len(self.price_SO) > PLAIN:
             spread = float(np.ptp(self.loss_SO, axis=1).mean() + np.ptp(self.pair_SOO, axis=(1, 2)).sum()) or 1.0
-            middle = math.log(spread / (float(np.ptp(self.price_SO, axis=1).mean()) or 1.0))
+            # Limited, so that prices which hardly differ do not take the multiplier beyond what a float can hold.
+            middle = math.log(spread) - math.log(float(np.ptp(self.price_SO, axis=1).mean()) or 1.0)
+            middle = min(max(middle, -300.0), 300.0)
 
             def bound(log_m: float) -> float:
                 cost_SO = self.loss_SO + math.exp(log_m) * self.price_SO

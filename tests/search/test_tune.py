@@ -169,6 +169,13 @@ def test_the_minimum_of_hard_cases(runs: int | None) -> None:
 
 
 @pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("price", [2.225e-309, 2.225e-311, 1e-300])
+def test_prices_that_hardly_differ(price: float) -> None:
+    assert best(np.array([[0.0, price]]), np.array([[1.0, 0.0]]), None, price) == (1,)
+    assert best(np.array([[0.0, price]]), np.array([[0.0, 0.1]]), None, 0.0) == (0,)
+
+
+@pytest.mark.usefixtures("plain")
 def test_the_cheapest_of_equal_losses() -> None:
     price = np.array([[3.0, 1, 2], [1, 2, 3], [2, 1, 2], [2, 3, 1]])
     assert best(price, np.ones((4, 3)), None, 100) == (1, 0, 1, 2)
