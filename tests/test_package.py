@@ -6,6 +6,7 @@ import json
 import os
 import pwd
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,20 @@ def test_extras_are_named_and_all_has_them() -> None:
     assert used <= set(extras), used - set(extras)
 
 
+def test_the_description_for_a_package_index_has_no_relative_link() -> None:
+    pytest.importorskip("setuptools", reason="setuptools is not installed")
+    description = runpy.run_path(str(ROOT / "setup.py"))["description"]
+    text = "Fast ([how](a.md)), [well](b.md#c) [made](https://x.org).\n\n![A curve](c.svg)\n\n*Red.*\n\n[Top](#fast)\n"
+    assert description(text) == "Fast, well [made](https://x.org).\n\n[Top](#fast)\n"
+    linked = description(text, "https://y.org/z")
+    assert "![A curve](https://y.org/z/raw/HEAD/c.svg)\n\n*Red.*" in linked
+    assert "([how](https://y.org/z/blob/HEAD/a.md)), [well](https://y.org/z/blob/HEAD/b.md#c)" in linked
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for shown in (description(readme), description(readme, "https://y.org/z")):
+        assert all(target.startswith("https://") for target in re.findall(r"\]\(([^)]*)\)", shown))
+        assert shown.count("\n## ") == readme.count("\n## ") and shown.count("\n| ") == readme.count("\n| ")
+
+
 def built(folder: Path) -> tuple[Path, Path, list[str]]:
     """The wheel, the source archive, and the files that are tracked."""
     pytest.importorskip("build", reason="build is not installed")
@@ -64,7 +79,7 @@ def built(folder: Path) -> tuple[Path, Path, list[str]]:
     source = folder / "source"
     tracked = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
     for name in tracked:
-        if name.startswith(("relaylm/", "pyproject", "README", "LICENSE")) and (ROOT / name).is_file():
+        if name.startswith(("relaylm/", "pyproject", "setup.py", "README", "LICENSE")) and (ROOT / name).is_file():
             target = source / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((ROOT / name).read_bytes())
@@ -115,6 +130,8 @@ def test_wheel_and_source_archive_install_into_an_empty_environment(tmp_path: Pa
     assert tracked_files <= set(names), sorted(tracked_files - set(names))
     assert set(metadata.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
     assert metadata["Version"] == PROJECT["version"]
+    assert metadata["Description-Content-Type"] == "text/markdown" and "](docs/" not in metadata.get_payload()
+    assert str(metadata.get_payload()).startswith("# relaylm\n")
     # `build` makes the wheel from the source archive, so installing it tests both. Torch and its like are lent from
     # this environment: only relaylm itself is installed.
     home = tmp_path / "venv"
