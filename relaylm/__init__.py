@@ -39,9 +39,9 @@ _HOMES = {
     "RowState": "core.schedule",
     "Schedule": "core.schedule",
     "Segment": "core.schedule",
-    "SwitchByMaskFraction": "core.schedule",
+    "SwitchByMaskFraction": "sampling.policy",
     "Timetable": "core.schedule",
-    "all_placements": "core.schedule",
+    "all_placements": "search.exhaustive",
     "hand_made": "core.schedule",
     "Samples": "sampling.result",
     "denoise": "sampling.denoise",
@@ -55,24 +55,18 @@ __all__ = ["__version__", *sorted(_HOMES)]
 
 if TYPE_CHECKING:  # for editors and type checkers, which cannot follow __getattr__
     from relaylm.core.plan import Plan, make_plan
-    from relaylm.core.schedule import (
-        RowState,
-        Schedule,
-        Segment,
-        SwitchByMaskFraction,
-        Timetable,
-        all_placements,
-        hand_made,
-    )
+    from relaylm.core.schedule import RowState, Schedule, Segment, Timetable, hand_made
     from relaylm.errors import UserError
     from relaylm.measure.compare import compare
     from relaylm.models.denoiser import Architecture, Denoiser, FromLogits, Transformer
     from relaylm.models.family import Family
     from relaylm.sampling.denoise import denoise
+    from relaylm.sampling.policy import SwitchByMaskFraction
     from relaylm.sampling.reference import sample_reference
     from relaylm.sampling.result import Samples
     from relaylm.sampling.rules import Rule, parse_rule
     from relaylm.sampling.sample import sample
+    from relaylm.search.exhaustive import all_placements
     from relaylm.search.search import search
 
 

@@ -84,10 +84,3 @@ LINEAR = Alpha()
 def unmask_probability(t: Any, s: Any, alpha: Alpha = LINEAR) -> Any:
     """Chance that a position masked at time t is written on the way to s < t."""
     return (alpha(s) - alpha(t)) / (1 - alpha(t))
-
-
-def low_discrepancy_times(u: float, n: int, floor: float = 1e-3) -> np.ndarray:
-    """n times in (floor, 1], antithetic: one uniform u shifts an even grid of n points. Each is uniform; together they
-    cover the axis, which reduces the variance of the loss."""
-    grid = (np.arange(n) / n + u) % 1.0
-    return floor + (1 - floor) * (1.0 - grid)  # 1 - grid is in (0, 1], so t = 1 can occur and t = 0 cannot

@@ -1,4 +1,4 @@
-r"""The text form of schedules. `read` and `write` are inverse; `relaylm.core.schedule` checks what a text says.
+r"""Schedules as text and as JSON. `read` and `write` are inverse; `relaylm.core.schedule` checks what a text says.
 
 Segments are separated by spaces, commas, `->` or `→`, and go from the masked end to the text:
 
@@ -22,8 +22,9 @@ Numbers are exact (`Fraction`). Segments stay as they are written: `L50% L50%` a
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 from relaylm.errors import UserError, meant
 from relaylm.errors import brief as short_repr
@@ -151,6 +152,27 @@ def read(text: str) -> tuple[list[Part], str]:
             raise UserError(f"{shown(text)} is not a schedule: write steps as L125, shares as L12.5%, bits as 1001")
         return _shares((text, Fraction(1))), "ordered"
     return _segments(_tokens(text) or [""], text), "ordered"
+
+
+def segment_to_json(model: str, steps: int | Fraction, time: Fraction | None) -> dict[str, Any]:
+    """A segment as JSON values; shares are text."""
+    entry = {"model": model, "steps": steps if isinstance(steps, int) else share_text(steps)}
+    return entry if time is None else {**entry, "time": share_text(time)}
+
+
+def read_json(data: Mapping[str, Any]) -> tuple[list[Part], str, Any]:
+    """The parts, the placement and the spacing's text (None: there is none) of a schedule in JSON."""
+    entries = data.get("segments") if isinstance(data, Mapping) else None
+    if not isinstance(entries, list) or not set(data) <= {"placement", "segments", "spacing"}:
+        raise UserError("a schedule in JSON is an object with a list 'segments' and perhaps 'placement', 'spacing'")
+    parts: list[Part] = []
+    for entry in entries:
+        if not isinstance(entry, Mapping) or not {"model", "steps"} <= set(entry) <= {"model", "steps", "time"}:
+            raise UserError("a segment in JSON is an object with 'model', 'steps' and, if it has one, 'time'")
+        steps, time = entry["steps"], entry.get("time")
+        steps = parse_share(steps) if isinstance(steps, str) else steps
+        parts.append((entry["model"], steps, None if time is None else parse_share(time)))
+    return parts, data.get("placement", "ordered"), data.get("spacing")
 
 
 def _tokens(text: str) -> list[str]:

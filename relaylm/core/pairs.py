@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from relaylm.core.plan import uniforms
+from relaylm.core.noise import uniforms
 from relaylm.core.schedule import Spacing
 from relaylm.core.spacing import spaced_calls
 from relaylm.errors import UserError

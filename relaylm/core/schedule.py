@@ -20,13 +20,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from itertools import accumulate, combinations, groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from relaylm.core import notation
-from relaylm.core.arguments import whole
-from relaylm.core.notation import HEAVY, LIGHT, MAX_DENOMINATOR, RESERVED, parse_share, share_text, shown
-from relaylm.errors import UserError, meant
+from relaylm.core.notation import HEAVY, LIGHT, MAX_DENOMINATOR, RESERVED, shown
+from relaylm.errors import UserError, meant, whole
 
 MAX_STEPS, MAX_DISTANCE = 10_000_000, 1_000_000
 SPACING_FORMS = ("sets", "prefix")
@@ -335,29 +334,16 @@ class Schedule:
 
     def to_json(self) -> dict[str, Any]:
         """`{"placement": "ordered", "segments": [{"model": "L", "steps": 8, "time": "25%"}, ...]}`; shares are text."""
-        entries: list[dict[str, Any]] = []
-        for model, steps, time in (segment.part for segment in self.segments):
-            entries.append({"model": model, "steps": steps if isinstance(steps, int) else share_text(steps)})
-            if time is not None:
-                entries[-1]["time"] = share_text(time)
         spacing = {} if self.spacing is None else {"spacing": str(self.spacing)}
-        return {"placement": self.placement, "segments": entries, **spacing}
+        segments = [notation.segment_to_json(*segment.part) for segment in self.segments]
+        return {"placement": self.placement, "segments": segments, **spacing}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Schedule:
         """What `to_json` gave."""
-        entries = data.get("segments") if isinstance(data, Mapping) else None
-        if not isinstance(entries, list) or not set(data) <= {"placement", "segments", "spacing"}:
-            raise UserError("a schedule in JSON is an object with a list 'segments' and perhaps 'placement', 'spacing'")
-        segments = []
-        for entry in entries:
-            if not isinstance(entry, Mapping) or not {"model", "steps"} <= set(entry) <= {"model", "steps", "time"}:
-                raise UserError("a segment in JSON is an object with 'model', 'steps' and, if it has one, 'time'")
-            steps, time = entry["steps"], entry.get("time")
-            steps = parse_share(steps) if isinstance(steps, str) else steps
-            segments.append(Segment(entry["model"], steps, None if time is None else parse_share(time)))
-        spacing = None if data.get("spacing") is None else Spacing.parse(data["spacing"])
-        return cls(tuple(segments), data.get("placement", "ordered"), spacing)
+        parts, placement, spacing = notation.read_json(data)
+        segments = tuple(Segment(*part) for part in parts)
+        return cls(segments, placement, None if spacing is None else Spacing.parse(spacing))
 
     @property
     def digest(self) -> str:
@@ -365,42 +351,10 @@ class Schedule:
         return hashlib.sha256(str(self).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class SwitchByMaskFraction:
-    """A dynamic policy: heavy while low < masked / length <= high, else light."""
-
-    light: str
-    heavy: str
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low <= self.high <= 1:
-            raise UserError(f"masked fractions obey 0 <= low <= high <= 1, not {shown(self.low)}, {shown(self.high)}")
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """Every model that may run."""
-        return self.light, self.heavy
-
-    def __call__(self, state: RowState) -> str:
-        """The model of the row's next call."""
-        return self.heavy if self.low < state.masked / state.length <= self.high else self.light
-
-
 def hand_made() -> dict[str, Schedule]:
     """The paper's seven schedules with 25% light steps (and none, and all), in the paper's order."""
     names = ("light", "quarter:1", "quarter:2", "quarter:3", "quarter:4", "sandwich", "heavy")
     return {name: Schedule.parse(name) for name in names}
-
-
-def all_placements(segments: int = 10, light: int = 4) -> list[Schedule]:
-    """Every choice of `light` light cells among `segments`, the lightest start first: 210 for 4 of 10."""
-    if not 2 <= segments <= 1000 or not 0 <= light <= segments or math.comb(segments, light) > 1_000_000:
-        asked = f"choosing {shown(light)} light cells of {shown(segments)}"
-        raise UserError(f"{asked} is not possible here: 2 or more cells, 0 to all light, in at most 1000000 ways")
-    chosen = combinations(range(segments), light)
-    return [Schedule.from_bits("".join("1" if j in cells else "0" for j in range(segments))) for cells in chosen]
 
 
 def _round(numerator: int, denominator: int) -> int:

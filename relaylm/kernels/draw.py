@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from relaylm.core import plan
+from relaylm.core import noise as plan
 from relaylm.kernels import available, tl, triton
 
 MANY_PROGRAMS = 1 << 15  # enough to fill a large GPU several times over

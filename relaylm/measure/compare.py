@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from relaylm.core.arguments import checked
 from relaylm.core.cost import mean_price
 from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Schedule
-from relaylm.errors import UserError
+from relaylm.errors import UserError, checked
 from relaylm.measure import metrics
 from relaylm.measure.estimate import announce
 from relaylm.measure.evaluate import (

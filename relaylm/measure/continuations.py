@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from relaylm.core.plan import Plan, make_events, uniforms
+from relaylm.core.noise import uniforms
+from relaylm.core.plan import Plan, make_events
 from relaylm.core.schedule import Schedule
 from relaylm.core.spacing import spaced_calls
 from relaylm.errors import UserError

@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from relaylm.core.arguments import whole
 from relaylm.core.schedule import Schedule
-from relaylm.errors import UserError
+from relaylm.errors import UserError, whole
 from relaylm.measure import metrics
 from relaylm.measure.drawn import Drawn, pack, row_costs, steps_json, total_costs, unpack
 from relaylm.measure.judge import Judge, Scores, score, weights_digest

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from relaylm.core.diffusion import LINEAR, Alpha, unmask_probability
-from relaylm.core.plan import uniforms
+from relaylm.core.noise import uniforms
 from relaylm.core.schedule import Timetable
 from relaylm.errors import UserError
 from relaylm.measure import metrics

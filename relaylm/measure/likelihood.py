@@ -41,10 +41,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relaylm.core.arguments import checked
-from relaylm.core.plan import uniforms
+from relaylm.core.noise import uniforms
 from relaylm.core.schedule import Timetable
-from relaylm.errors import UserError
+from relaylm.errors import UserError, checked
 from relaylm.models.compat import check_whole
 from relaylm.models.text import read_text, wrap_marks, wrapped_rows
 from relaylm.sampling.engine import settings

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from relaylm.core.noise import uniforms
 from relaylm.core.pairs import PairTable, default_spacing
-from relaylm.core.plan import uniforms
 from relaylm.core.schedule import Spacing
 from relaylm.errors import UserError
 from relaylm.files import amend_folder, read_object

@@ -27,13 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relaylm.core.arguments import checked
 from relaylm.core.diffusion import LINEAR, Alpha
 from relaylm.core.plan import Plan
 from relaylm.core.schedule import Policy, Schedule
-from relaylm.errors import UserError
+from relaylm.errors import UserError, checked
 from relaylm.sampling.denoise import Options, check_request, denoise, next_call, rows_in_call
-from relaylm.sampling.engine import SCRATCH, Graphs, settings
+from relaylm.sampling.engine import SCRATCH, settings
+from relaylm.sampling.graphs import Graphs
 from relaylm.sampling.law import Drawer, Law
 from relaylm.sampling.policy import Grid, RowStates, policy_text, resolve, static_models
 from relaylm.sampling.result import Event, Samples, Trace, cost_of_calls, reference_flops

@@ -24,17 +24,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relaylm.core.arguments import checked, whole
 from relaylm.core.diffusion import LINEAR, Alpha
 from relaylm.core.plan import Events, Plan, make_events
 from relaylm.core.schedule import Policy, Schedule
 from relaylm.core.spacing import events_of_calls, spaced_events
-from relaylm.errors import UserError, reason
+from relaylm.errors import UserError, checked, reason, whole
 from relaylm.models.compat import check_whole
-from relaylm.sampling.engine import Call, Engine, settings
+from relaylm.sampling.engine import Call, Engine, out_of_memory, settings
 from relaylm.sampling.law import Law
 from relaylm.sampling.policy import Grid, RowStates, policy_text, resolve, static_models
-from relaylm.sampling.queue import Queue, shared_first_calls
+from relaylm.sampling.queue import Queue
 from relaylm.sampling.result import Event, Samples, Trace, cost_of_calls
 
 CallT = TypeVar("CallT")
@@ -165,12 +164,6 @@ def next_call(
     return None
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, a device's or the machine's own (of which PyTorch says so in words alone)."""
-    words = ("can't allocate memory", "not enough memory")
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
-
-
 def rows_in_call(batch_size: int | None, n: int, length: int, device: torch.device | str) -> int:
     """Rows in every call: as asked for (all without a number), but where there are fewer rows, padding ends at a large
     batch's worth of positions: a million rows that are not there would only take memory."""
@@ -226,21 +219,11 @@ class Run:
 
     def share_first_calls(self) -> None:
         """Make the first calls of rows that are still alike: the blocks once for all of them, the head for each."""
-        if self.states is not None:
+        if self.plan.n < 2 or self.states is not None:
             return
-        groups = shared_first_calls(self.queue, self.plan.given_nL, self.engine.models)
-        features = []  # all of them before anything is written: row 0 is in a group, too
-        try:
-            for group in groups:
-                features.append(self.engine.first_features(group.model, group.shape, group.positions_U))
-                self.network_calls += group.network_calls
-            for group, features_UD in zip(groups, features, strict=True):
-                for call in group.calls:
-                    self._passed(call, self.engine.run_first(call, features_UD, group.slot_L))
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            self.engine.release()  # nothing was written by what failed: ordinary calls take less
+        from relaylm.sampling.first_calls import share  # one row has nothing to share
+
+        self.network_calls = share(self.queue, self.engine, self.plan.given_nL, self._passed)
         # The network calls above were made, with all their places.
         self.shared_calls = max(0, self.done - self.network_calls * self.queue.batch)
         self.queue.line_up()

@@ -1,38 +1,35 @@
 r"""Network calls on a device: tokens in, the due positions' tokens written in place.
 
-On CUDA a call of the shipped network is one CUDA graph of fixed shape: the host sends a few kilobytes of indices,
-replays it, and goes on to the next call without waiting. Everywhere else the same code runs eagerly.
+On CUDA a call of the shipped network is one CUDA graph of fixed shape (`graphs`). Everywhere else the same code runs
+eagerly.
 
 **Logits only where they are needed.** The trunk's last block and the vocabulary head run at due positions alone; no
 tensor of B x L x V elements is made, unless a policy asks for the logits of all masked positions.
 
 Shapes: n rows, B rows in a call, R of them real, L positions, K places for due positions in each row, N due positions
-kept for the head, U positions that first calls write, D features, V vocabulary.
+kept for the head, D features, V vocabulary.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from relaylm.core.plan import Plan, split_seed
-from relaylm.kernels import available
+from relaylm.core.noise import split_seed
+from relaylm.core.plan import Plan
 from relaylm.models.denoiser import Transformer
+from relaylm.sampling.graphs import Graphs
 from relaylm.sampling.law import Drawer, Law, widest_float
 
 SCRATCH = -1  # the last row of an engine's state, for the empty places of a call; nobody reads it
-CALLS_AHEAD = 8  # calls that the host may be ahead of the device
-ResultT = TypeVar("ResultT")
 
 
 class Shape(NamedTuple):
@@ -138,10 +135,10 @@ class Engine:
         else:
             features, head = features_at(model, tokens_BL, t_B, positions.view(shape.rows, shape.per_row))
             features = features[kept_N]
-        t_N = t_B[kept_N // shape.per_row] if head is not None and _sees_t(model) else None
-        return *self._write(features, head, t_N, row_N, position_N, shape.rows), logits_BLV
+        t_N = t_B[kept_N // shape.per_row] if head is not None and sees_t(model) else None
+        return *self.write(features, head, t_N, row_N, position_N, shape.rows), logits_BLV
 
-    def _write(
+    def write(
         self, features: Tensor, head: Any, t_N: Tensor | None, row_N: Tensor, position_N: Tensor, rows: int
     ) -> tuple[Tensor, Tensor]:
         """Draw a token for each place and write it. `head` makes logits of the features; without one they are logits.
@@ -164,29 +161,6 @@ class Engine:
         log_p_NV = lawful_NV.to(self.exact).log_softmax(dim=-1)
         return token_N, log_p_NV.gather(1, token_N[:, None])[:, 0]
 
-    def first_features(self, model_index: int, shape: Shape, positions_U: np.ndarray) -> Tensor:
-        """What the head takes (U, D) at these positions of row 0 as it is now. By calls of this shape whose rows are
-        all that row, so that the bits are those of any other call of the shape."""
-        model, places = self.models[model_index], shape.rows * shape.per_row
-        tokens_BL = self.state_nL[:1].expand(shape.rows, -1).contiguous()
-        t_B = torch.ones(shape.rows, dtype=self.exact, device=self.device)
-        parts = []
-        for start in range(0, len(positions_U), places):
-            some = positions_U[start : start + places]
-            padded = np.concatenate([some, np.zeros(places - len(some), dtype=np.int64)])
-            positions_BK = torch.from_numpy(padded).to(self.device).view(shape.rows, shape.per_row)
-            parts.append(model.hidden_at(tokens_BL, t_B, positions_BK).flatten(0, 1)[: len(some)])
-        return torch.cat(parts)
-
-    def run_first(self, call: Call, features_UD: Tensor, slot_L: np.ndarray) -> Tensor:
-        """A call for rows whose tokens are those of row 0 in `first_features`: only the head and the draw. `slot_L`
-        says where among the features a position is. Returns the tokens."""
-        model = self.models[call.model]
-        *_, row_N, position_N = torch.split(torch.from_numpy(call.index).to(self.device), call.shape.parts)
-        features = features_UD[torch.from_numpy(slot_L).to(self.device)[position_N]]
-        t_N = torch.ones(len(row_N), dtype=self.exact, device=self.device) if _sees_t(model) else None
-        return self._write(features, model.head, t_N, row_N, position_N, call.shape.rows)[0]
-
     def release(self) -> None:
         """Give back what the graphs hold."""
         self.graphs.release()
@@ -204,115 +178,15 @@ def features_at(model: Any, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor
     return model.logits_at(tokens_BL, t_B, positions_BK).flatten(0, 1), None
 
 
-def _sees_t(model: Any) -> bool:
+def sees_t(model: Any) -> bool:
     """Does the head want the time? A plain network's does not."""
     return not (isinstance(model, Transformer) and not model.architecture.adaln)
 
 
-class Graphs:
-    """Calls on a device. On CUDA those of the shipped network are captured as graphs, by their shape."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._graphs: dict[Hashable, _Graph] = {}
-        self._seen: set[Hashable] = set()
-        self._under_way: deque[Any] = deque()
-
-    def captures(self, model: Any) -> bool:
-        """Are calls of this model captured? Without Triton the race asks the device how many blocks to open, which a
-        graph cannot hold."""
-        return self.device.type == "cuda" and available() and isinstance(model, Transformer)
-
-    def run(
-        self,
-        key: Hashable,
-        model: Any,
-        make: Callable[[Tensor, Tensor], ResultT],
-        index: np.ndarray,
-        t_B: np.ndarray,
-        blank: Iterable[tuple[int, int]],
-    ) -> ResultT:
-        """`make(index, t_B)` on the device. The first call of a key runs eagerly (it also warms everything up); the
-        second is captured, on an index of as many numbers of each value as `blank` says, which must write nothing real.
-        What is returned may be overwritten by the next call."""
-        if self.captures(model):
-            if key in self._seen and key not in self._graphs:
-                # Graphs share their memory, since only one of them runs at a time.
-                pool = next((other.graph.pool() for other in self._graphs.values()), None)
-                parts = torch.cat([torch.full((size,), value) for size, value in blank])
-                self._graphs[key] = _Graph(make, parts, len(t_B), self.device, pool)
-            self._seen.add(key)
-            if key in self._graphs:
-                result: ResultT = self._graphs[key].replay(index, t_B)
-                self._keep_pace()
-                return result
-        return make(
-            torch.from_numpy(index).to(self.device), torch.from_numpy(t_B).to(self.device, widest_float(self.device))
-        )
-
-    def _keep_pace(self) -> None:
-        """Let the host run a few calls ahead of the device and no further: the device never waits, and progress and
-        interruption still mean something."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._under_way.append(event)
-        if len(self._under_way) > CALLS_AHEAD:
-            wait_for(self._under_way.popleft())
-
-    def close(self) -> None:
-        """Drop the graphs now, not at some later garbage collection."""
-        self._graphs.clear()
-        self._seen.clear()
-
-    def release(self) -> None:
-        """Give back what the graphs hold."""
-        self.close()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-class _Graph:
-    """A captured call: fixed shape, fixed buffers."""
-
-    def __init__(self, make: Callable[[Tensor, Tensor], Any], index: Tensor, b: int, device: Any, pool: Any) -> None:
-        # Indices and, as the same number of bytes, times: one transfer carries both.
-        self.sent = torch.cat([index, torch.ones(b, dtype=torch.float64).view(torch.int64)]).to(device)
-        own = self.sent[:-b], self.sent[-b:].view(torch.float64)
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            make(*own)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        # Two things must not spoil the capture: what other threads do on the device, and the garbage collection of an
-        # older graph.
-        with _uncollected(), torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-            self.result = make(*own)
-
-    def replay(self, index: np.ndarray, t_B: np.ndarray) -> Any:
-        """Run the captured call on another batch of its shape."""
-        # From pageable memory these few kilobytes are staged by the driver, so the host does not wait for the device.
-        self.sent.copy_(torch.from_numpy(np.concatenate([index, t_B.view(np.int64)])), non_blocking=True)
-        self.graph.replay()
-        return self.result
-
-
-def wait_for(event: Any) -> None:
-    """Wait for an event of the device. If it is over already, no other thread gets a turn."""
-    if not event.query():
-        event.synchronize()
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection meanwhile."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, a device's or the machine's own (of which PyTorch says so in words alone)."""
+    words = ("can't allocate memory", "not enough memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
 
 
 @contextlib.contextmanager

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from relaylm.core.plan import Seed
+from relaylm.core import noise
 from relaylm.errors import UserError
-from relaylm.kernels.draw import race
 
 
 def widest_float(device: torch.device) -> torch.dtype:
@@ -66,10 +65,15 @@ class Drawer:
 
     def __init__(self, law: Law, seed: int, mask_id: int, device: torch.device, greedy: bool = False) -> None:
         self.law, self.seed, self.mask_id, self.greedy = law, seed, mask_id, greedy
+        self._race = noise.race
+        if device.type != "cpu":
+            from relaylm.kernels.draw import race
+
+            self._race = race
         self._sum_of_largest = torch.zeros((), dtype=widest_float(device), device=device)
 
     def __call__(
-        self, logits_NV: Tensor, row_N: Tensor, position_N: Tensor, draw_N: Tensor, seed: Seed | None = None
+        self, logits_NV: Tensor, row_N: Tensor, position_N: Tensor, draw_N: Tensor, seed: noise.Seed | None = None
     ) -> tuple[Tensor, Tensor]:
         """A token for each place, and the logits (N, V) of the law that it was drawn from; `seed` for places that have
         their own."""
@@ -82,7 +86,7 @@ class Drawer:
         if self.greedy:
             token_N = lawful_NV.argmax(dim=-1)
         else:
-            token_N = race(lawful_NV, self.seed if seed is None else seed, row_N, position_N, draw_N)
+            token_N = self._race(lawful_NV, self.seed if seed is None else seed, row_N, position_N, draw_N)
         return token_N.clamp_max(lawful_NV.shape[-1] - 1), lawful_NV  # a race among NaNs has no winner
 
     def check(self) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
+from relaylm.core.notation import shown
 from relaylm.core.schedule import MAX_STEPS, Policy, RowState, Schedule, Timetable
 from relaylm.errors import UserError
 
@@ -93,6 +95,29 @@ def static_models(
     # From the masked end, segment j owns the times in (ends[j], ends[j-1]].
     falling_S, model_S = -np.asarray(policy.ends), np.array([names.index(segment.model) for segment in policy.segments])
     return lambda step_E, t_E: np.asarray(model_S[np.searchsorted(falling_S, -t_E, side="right")])
+
+
+@dataclass(frozen=True)
+class SwitchByMaskFraction:
+    """A dynamic policy: heavy while low < masked / length <= high, else light."""
+
+    light: str
+    heavy: str
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high <= 1:
+            raise UserError(f"masked fractions obey 0 <= low <= high <= 1, not {shown(self.low)}, {shown(self.high)}")
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Every model that may run."""
+        return self.light, self.heavy
+
+    def __call__(self, state: RowState) -> str:
+        """The model of the row's next call."""
+        return self.heavy if self.low < state.masked / state.length <= self.high else self.light
 
 
 class RowStates:

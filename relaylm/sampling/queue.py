@@ -6,14 +6,10 @@ call depends on its own event, the row's length and the batch size alone: a row'
 of a batch.
 
 Shapes: n rows in all, R in a call, B places for them, L positions, K places for due positions in each row of a call, N
-places kept for the head, F due positions, E events, U positions that first events write.
+places kept for the head, F due positions, E events.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -170,45 +166,3 @@ def call_shapes(events: Events, length: int, rows: int) -> tuple[list[Shape], np
     kept_E = np.minimum(np.maximum(kept_E, places_E), rows * places_E)
     pairs, index_E = distinct_pairs(places_E, kept_E)
     return [Shape(rows, places, kept) for places, kept in pairs], index_E
-
-
-@dataclass(frozen=True)
-class SharedCalls:
-    """First calls of rows that want the same model and call shape and still have the same tokens."""
-
-    model: int
-    shape: Shape
-    calls: list[Call]
-    positions_U: np.ndarray  # that any of them is to write
-    slot_L: np.ndarray  # where among those a position is
-    network_calls: int  # that bring what the head takes at all of these positions
-
-
-def shared_first_calls(queue: Queue, given_nL: np.ndarray, models: Sequence[Any]) -> list[SharedCalls]:
-    """First events that can share their network calls. Rows with the same tokens (all masked, or with one prompt) keep
-    them until their first event, and a network that does not look at the time has the same input there for all of
-    them. Only where sharing takes fewer calls than the events would."""
-    if len(given_nL) < 2 or (given_nL != given_nL[:1]).any():
-        return []
-    found, kind_T = [], queue.kind(queue.todo)
-    for kind in np.unique(kind_T).tolist():
-        model, shape = kind // len(queue.shapes), queue.shapes[kind % len(queue.shapes)]
-        rows = queue.todo[kind_T == kind]
-        timeless = hasattr(models[model], "hidden_at") and not getattr(models[model], "time_conditioning", True)
-        if not timeless or len(rows) <= shape.rows:
-            continue
-        before = np.concatenate([[0], np.cumsum(queue.events.count_E[queue.next_n[rows]])])
-        calls, start = [], 0
-        while start < len(rows):
-            fits = int(np.searchsorted(before, before[start] + shape.kept, side="right")) - 1 - start
-            calls.append(queue.pack(model, shape, rows[start : start + min(fits, shape.rows)]))
-            start += len(calls[-1].rows_R)
-        due_L = np.zeros(queue.length, dtype=bool)
-        for call in calls:
-            due_L[call.due_F] = True
-        positions_U = np.flatnonzero(due_L)
-        network_calls = -(-len(positions_U) // (shape.rows * shape.per_row))
-        if network_calls < len(calls):
-            slot_L = np.maximum(np.cumsum(due_L) - 1, 0)
-            found.append(SharedCalls(model, shape, calls, positions_U, slot_L, network_calls))
-    return found

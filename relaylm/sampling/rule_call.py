@@ -1,7 +1,7 @@
 r"""The device's part of a call under a decoding rule: look, choose, write (`confidence` has the host's part).
 
 `RuleState.call` is a function of fixed shape that never waits for the host, so on CUDA it is captured as a graph
-(`engine.Graphs`); eagerly it is the same function. What the host must know afterwards is in one small tensor.
+(`graphs`); eagerly it is the same function. What the host must know afterwards is in one small tensor.
 
 A remasking rule's chance at the k-th step (k = 0, 1, ...) has the draw index k + 1 of the plan's generator; the i-th
 token drawn at a position has draw index i - 1, whatever became of the earlier ones.
@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relaylm.core.plan import Plan, split_seed
+from relaylm.core.noise import split_seed
+from relaylm.core.plan import Plan
 from relaylm.kernels import may_stop
 from relaylm.kernels.draw import philox
 from relaylm.sampling.engine import at_rows, features_at

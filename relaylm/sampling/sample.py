@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from relaylm.core.arguments import checked, token_rows
 from relaylm.core.diffusion import LINEAR, Alpha
 from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Policy, Schedule, Spacing, Timetable
-from relaylm.errors import UserError
+from relaylm.errors import UserError, checked, token_rows
 from relaylm.models.family import Family
 from relaylm.models.tokenizer import BLANK
 from relaylm.sampling.denoise import denoise

@@ -20,12 +20,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 
-from relaylm.core.schedule import Schedule, all_placements
+from relaylm.core.notation import shown
+from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure import metrics
 from relaylm.measure.metrics import paired_difference as paired
@@ -35,6 +36,15 @@ from relaylm.search.trials import Rows
 
 MOST_SCHEDULES = 20_000
 TOP = 20  # schedules among which the winner is chosen again
+
+
+def all_placements(segments: int = 10, light: int = 4) -> list[Schedule]:
+    """Every choice of `light` light cells among `segments`, the lightest start first: 210 for 4 of 10."""
+    if not 2 <= segments <= 1000 or not 0 <= light <= segments or math.comb(segments, light) > 1_000_000:
+        asked = f"choosing {shown(light)} light cells of {shown(segments)}"
+        raise UserError(f"{asked} is not possible here: 2 or more cells, 0 to all light, in at most 1000000 ways")
+    chosen = combinations(range(segments), light)
+    return [Schedule.from_bits("".join("1" if j in cells else "0" for j in range(segments))) for cells in chosen]
 
 
 def assignments(problem: Problem, light_segments: int | None, limit: float | None) -> tuple[Space, list[Choice]]:

@@ -40,7 +40,7 @@ from relaylm.measure.evaluate import Workers, array_hash, cached, check_storable
 from relaylm.measure.judge import Judge, log_perplexity
 from relaylm.measure.store import Store, content_key
 from relaylm.progress import progress_bar
-from relaylm.sampling.denoise import out_of_memory
+from relaylm.sampling.engine import out_of_memory
 from relaylm.sampling.result import Samples
 from relaylm.sampling.sample import sample
 from relaylm.search.stretches import Stopped

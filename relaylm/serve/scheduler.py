@@ -42,7 +42,8 @@ from torch import Tensor
 from relaylm.core.cost import Cost
 from relaylm.core.plan import Events, Plan
 from relaylm.errors import UserError
-from relaylm.sampling.engine import Engine, Shape, settings, wait_for
+from relaylm.sampling.engine import Engine, Shape, settings
+from relaylm.sampling.graphs import wait_for
 from relaylm.sampling.law import Law
 from relaylm.sampling.queue import call_shapes, pack
 from relaylm.sampling.result import Event

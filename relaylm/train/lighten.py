@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from relaylm.core.plan import uniforms
+from relaylm.core.noise import uniforms
 from relaylm.errors import UserError
 from relaylm.files import read_json, write_json
 from relaylm.measure.estimate import announce_calls

@@ -36,8 +36,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relaylm.core.diffusion import LINEAR, low_discrepancy_times
-from relaylm.core.plan import philox, split_seed
+from relaylm.core.diffusion import LINEAR
+from relaylm.core.noise import philox, split_seed
 from relaylm.errors import UserError
 from relaylm.kernels import draw
 from relaylm.kernels import train as fused
@@ -78,6 +78,13 @@ def shuffled(index_n: np.ndarray, size: int, seed: int) -> np.ndarray:
             result[walking] = (left << half) | right
             walking = walking[result[walking] >= size]
     return result.astype(np.int64)
+
+
+def low_discrepancy_times(u: float, n: int, floor: float = 1e-3) -> np.ndarray:
+    """n times in (floor, 1], antithetic: one uniform u shifts an even grid of n points. Each is uniform; together they
+    cover the axis, which reduces the variance of the loss."""
+    grid = (np.arange(n) / n + u) % 1.0
+    return floor + (1 - floor) * (1.0 - grid)  # 1 - grid is in (0, 1], so t = 1 can occur and t = 0 cannot
 
 
 def _shift(seed: int, step: int) -> float:

@@ -19,7 +19,6 @@ from local_workers import Local
 
 from relaylm.cli import main as cli
 from relaylm.cluster import Cluster, row_ranges, sample_many
-from relaylm.core.schedule import all_placements
 from relaylm.errors import UserError
 from relaylm.measure.compare import compare
 from relaylm.measure.evaluate import sample_rows
@@ -30,6 +29,7 @@ from relaylm.models.folder import save_family
 from relaylm.models.tokenizer import Text8Tokenizer
 from relaylm.sampling.result import Samples
 from relaylm.sampling.sample import sample
+from relaylm.search.exhaustive import all_placements
 from relaylm.search.stretches import Stopped
 from relaylm.search.tree import Grown, grow_rows
 

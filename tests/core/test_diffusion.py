@@ -11,8 +11,9 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaylm.core.diffusion import LINEAR, Alpha, low_discrepancy_times, unmask_probability
+from relaylm.core.diffusion import LINEAR, Alpha, unmask_probability
 from relaylm.errors import UserError
+from relaylm.train.objective import low_discrepancy_times
 
 ALPHAS = [LINEAR, Alpha("cosine"), Alpha("polynomial", 2.0), Alpha("polynomial", 0.7)]
 TIMES = np.linspace(0.02, 0.98, 49)

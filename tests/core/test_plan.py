@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaylm.core.diffusion import LINEAR, Alpha
-from relaylm.core.plan import BLOCK, make_events, make_plan, philox, race, split_seed, token_noise, uniforms
+from relaylm.core.noise import BLOCK, philox, race, split_seed, token_noise, uniforms
+from relaylm.core.plan import make_events, make_plan
 from relaylm.errors import UserError
 
 ALPHA = 1e-6
@@ -85,10 +86,10 @@ def test_uniforms_are_uniform_and_independent() -> None:
 
 def test_uniforms_stay_inside_at_the_extremes(monkeypatch: pytest.MonkeyPatch) -> None:
     """u = 1 would be later than everything, u = 0 would count as given; not even the extreme words give them."""
-    from relaylm.core import plan
+    from relaylm.core import noise
 
     for word in (0, 0xFFFFFFFF):
-        monkeypatch.setattr(plan, "philox", lambda counter, key, word=word: (np.zeros_like(counter[0]) + word,) * 4)
+        monkeypatch.setattr(noise, "philox", lambda counter, key, word=word: (np.zeros_like(counter[0]) + word,) * 4)
         u = uniforms(0, np.arange(1), 1)[0, 0]
         assert 0 < u < 1
 
@@ -313,11 +314,11 @@ def test_very_rare_tokens_keep_their_chance() -> None:
 
 def test_smallest_exponential_is_tiny() -> None:
     """The least noise is 2^-65, not float32's 2^-24: no token that a float64 softmax can hold is shut out."""
-    from relaylm.core import plan
+    from relaylm.core import noise
 
     zero, top = torch.zeros(1, dtype=torch.int64), torch.full((1,), 0xFFFFFFFF)
-    assert math.isclose(float(plan._exponential(zero, zero)), 2.0**-65)
-    assert 30 < float(plan._exponential(top, top)) < math.inf
+    assert math.isclose(float(noise._exponential(zero, zero)), 2.0**-65)
+    assert 30 < float(noise._exponential(top, top)) < math.inf
 
 
 def test_similar_models_draw_alike() -> None:

@@ -17,16 +17,10 @@ from hypothesis import strategies as st
 
 from relaylm.core import schedule
 from relaylm.core.notation import RESERVED
-from relaylm.core.schedule import (
-    RowState,
-    Schedule,
-    Segment,
-    SwitchByMaskFraction,
-    Timetable,
-    all_placements,
-    hand_made,
-)
+from relaylm.core.schedule import RowState, Schedule, Segment, Timetable, hand_made
 from relaylm.errors import UserError
+from relaylm.sampling.policy import SwitchByMaskFraction
+from relaylm.search.exhaustive import all_placements
 
 parse = Schedule.parse
 

@@ -38,8 +38,9 @@ except ModuleNotFoundError:  # run as a script on a machine without test tools: 
 
 from helpers import TableDenoiser, p_value
 
-from relaylm.core import plan as plain
-from relaylm.core.plan import Plan, make_plan, uniforms
+from relaylm.core import noise as plain
+from relaylm.core.noise import uniforms
+from relaylm.core.plan import Plan, make_plan
 from relaylm.core.schedule import Schedule
 from relaylm.kernels import gemm as products
 from relaylm.kernels import rotate
@@ -48,7 +49,7 @@ from relaylm.measure import timing
 from relaylm.measure.prices import cost_table
 from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.models.family import Family
-from relaylm.sampling import engine
+from relaylm.sampling import graphs as cuda_graphs
 from relaylm.sampling.confidence import decode, forced
 from relaylm.sampling.denoise import denoise
 from relaylm.sampling.engine import Engine, settings
@@ -236,7 +237,7 @@ def test_shared_first_calls_and_kept_engines() -> dict[str, int]:
         plan, other = make_plan(600, 64, 3), make_plan(600, 64, 3, first_row=600)
         options: dict[str, Any] = {"mask_id": 59, "steps": steps, "batch_size": 64, "device": "cuda"}
         shared = denoise(models, schedule, plan, **options)
-        with unittest.mock.patch("relaylm.sampling.denoise.shared_first_calls", lambda *_: []):
+        with unittest.mock.patch("relaylm.sampling.first_calls.alike", lambda *_: []):
             alone = denoise(models, schedule, plan, **options)
         engine = Engine(list(models.values()), plan, 59, Law(), "cuda")
         denoise(models, schedule, other, engine=engine, **options)
@@ -329,15 +330,15 @@ def graphs(captured: bool) -> Iterator[list[Any]]:
     """With or without CUDA graphs, kernels in both; the list gets an entry for each graph."""
     made: list[Any] = []
 
-    class Graph(engine._Graph):
+    class Graph(cuda_graphs._Graph):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             made.append(args[1].shape)  # not the graph, which would outlive its run
 
-    own = engine.Graphs.captures
+    own = cuda_graphs.Graphs.captures
     with (
-        unittest.mock.patch.object(engine, "_Graph", Graph),
-        unittest.mock.patch.object(engine.Graphs, "captures", lambda self, model: captured and own(self, model)),
+        unittest.mock.patch.object(cuda_graphs, "_Graph", Graph),
+        unittest.mock.patch.object(cuda_graphs.Graphs, "captures", lambda self, model: captured and own(self, model)),
     ):
         yield made
 

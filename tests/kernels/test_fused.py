@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relaylm.core.plan import race
+from relaylm.core.noise import race
 from relaylm.kernels import attention as attention_kernels
 from relaylm.kernels import available, draw
 from relaylm.kernels import gemm as products

@@ -16,8 +16,9 @@ from helpers import LinearDenoiser, TableDenoiser, g_test, p_value
 from hypothesis import example, settings, strategies
 from hypothesis import given as hypothesis_given
 
-from relaylm.core.plan import make_plan, token_noise, uniforms
-from relaylm.core.schedule import Schedule, SwitchByMaskFraction
+from relaylm.core.noise import token_noise, uniforms
+from relaylm.core.plan import make_plan
+from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.models.denoiser import Architecture, FromLogits, Transformer
 from relaylm.models.family import Family
@@ -26,7 +27,7 @@ from relaylm.sampling import rules as decoding
 from relaylm.sampling.confidence import RuleRun, decode
 from relaylm.sampling.denoise import Options, denoise
 from relaylm.sampling.law import Law
-from relaylm.sampling.policy import resolve
+from relaylm.sampling.policy import SwitchByMaskFraction, resolve
 from relaylm.sampling.result import Event, Samples
 from relaylm.sampling.rule_call import uniforms_at
 from relaylm.sampling.rules import (

@@ -17,10 +17,12 @@ import torch
 from helpers import State, TableDenoiser, g_test, law_of_events, law_of_steps, p_value
 
 from relaylm.core.diffusion import LINEAR, Alpha
-from relaylm.core.plan import Events, Plan, make_events, make_plan, race
-from relaylm.core.schedule import Schedule, SwitchByMaskFraction, Timetable
+from relaylm.core.noise import race
+from relaylm.core.plan import Events, Plan, make_events, make_plan
+from relaylm.core.schedule import Schedule, Timetable
 from relaylm.sampling import denoise as sampler
 from relaylm.sampling.denoise import denoise
+from relaylm.sampling.policy import SwitchByMaskFraction
 from relaylm.sampling.reference import sample_reference
 
 ALPHA = 1e-6

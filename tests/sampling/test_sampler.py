@@ -18,14 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from relaylm.core.diffusion import Alpha
-from relaylm.core.plan import Plan, make_events, make_plan, uniforms
-from relaylm.core.schedule import RowState, Schedule, SwitchByMaskFraction, Timetable
+from relaylm.core.noise import uniforms
+from relaylm.core.plan import Plan, make_events, make_plan
+from relaylm.core.schedule import RowState, Schedule, Timetable
 from relaylm.errors import UserError
 from relaylm.models.denoiser import Architecture, FromLogits, Transformer, build, expected_shapes
 from relaylm.models.family import Family
 from relaylm.sampling.denoise import denoise
 from relaylm.sampling.engine import Engine
 from relaylm.sampling.law import Law
+from relaylm.sampling.policy import SwitchByMaskFraction
 from relaylm.sampling.queue import Queue, call_shapes, changes_ahead
 from relaylm.sampling.result import Event, Samples, distinct_pairs
 from relaylm.sampling.sample import sample
@@ -691,7 +693,7 @@ def test_rows_that_begin_alike_share_their_first_call(
     found, rows = {}, {}
     for shared in (True, False):
         if not shared:
-            monkeypatch.setattr("relaylm.sampling.denoise.shared_first_calls", lambda *_: [])
+            monkeypatch.setattr("relaylm.sampling.first_calls.alike", lambda *_: [])
         for model in models.values():
             model.rows = 0  # type: ignore[assignment]
         found[shared] = denoise(models, schedule, plan, mask_id=11, steps=steps, batch_size=4)
@@ -730,7 +732,7 @@ def test_out_of_memory_while_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
             def fail(*_: Any) -> Any:
                 raise torch.OutOfMemoryError("no")
 
-            patch.setattr(f"relaylm.sampling.engine.Engine.{place}", fail)
+            patch.setattr(f"relaylm.sampling.first_calls.{place}", fail)
             found = denoise(models, Schedule.parse("a"), plan, mask_id=11, steps=8, batch_size=4)
         np.testing.assert_array_equal(found.tokens, known.tokens)
         assert found.cost.shared_calls == 0 and found.cost.batch_size == 4

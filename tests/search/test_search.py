@@ -24,7 +24,7 @@ from search_oracle import Oracle, counted, network, oracle_problem, small_family
 import relaylm
 from relaylm.cli import main as cli
 from relaylm.cluster import Cluster
-from relaylm.core.schedule import Schedule, all_placements
+from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure.evaluate import judge_rows
 from relaylm.measure.judge import load_judge, log_perplexity, score
@@ -35,7 +35,7 @@ from relaylm.sampling.sample import sample
 from relaylm.search import evolve as evolution
 from relaylm.search import tree, trials, tune, tuner
 from relaylm.search.evolve import Evolve, within
-from relaylm.search.exhaustive import Exhaustive, assignments
+from relaylm.search.exhaustive import Exhaustive, all_placements, assignments
 from relaylm.search.search import budgets, limits, run, search
 from relaylm.search.space import SLACK
 from relaylm.search.trials import Trials

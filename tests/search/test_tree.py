@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from relaylm.core.schedule import Schedule, all_placements
+from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.models.denoiser import Architecture, build, expected_shapes
 from relaylm.models.family import Family
 from relaylm.sampling.sample import sample
 from relaylm.search import tree
+from relaylm.search.exhaustive import all_placements
 from relaylm.search.stretches import Stopped
 from relaylm.search.tree import Grown, grow
 

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from search_oracle import Oracle, counted, oracle_problem, small_family
 
 from relaylm.core.cost import Price, mean_price
-from relaylm.core.schedule import Schedule, all_placements
+from relaylm.core.schedule import Schedule
 from relaylm.measure.schedule_likelihood import schedule_bound
 from relaylm.models.family import Family
 from relaylm.search import space as spaces
 from relaylm.search import tune, tuner
+from relaylm.search.exhaustive import all_placements
 from relaylm.search.search import limits, run, search
 from relaylm.search.space import SLACK, Problem, Space, best, fit
 from relaylm.search.tournament import by_hand, light_first, more_is_no_worse, rivals_within, sandwich_within

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from relaylm.core.plan import uniforms
+from relaylm.core.noise import uniforms
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure import metrics
