@@ -32,12 +32,13 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 
 from relaylm.core.plan import Events, Plan, sort_by_key
 from relaylm.core.schedule import Spacing
 from relaylm.errors import UserError
 
-_PIECE = 1 << 20  # positions of the rows that are worked on at once, so that they stay in the cache
+_PIECE = 1 << 19  # positions of the rows that are worked on at once, so that they stay in the cache
 _FEW = 16  # rows up to which one after the other is faster than rank by rank
 _LONG = 4096  # positions from which it is not
 
@@ -51,11 +52,11 @@ def spaced_calls(u_nL: np.ndarray, free_nL: np.ndarray, spacing: Spacing) -> np.
         return free_nL.astype(np.int32)
 
     def fill(piece: slice) -> None:
-        # Positions that are not free sort last and are left out.
-        order_RL = np.argsort(-np.where(free_nL[piece], u_nL[piece], -1.0), axis=1, kind="stable")
-        free_R = free_nL[piece].sum(axis=1)
+        free_R, order_RL = free_nL[piece].sum(axis=1), _plan_order(u_nL[piece], free_nL[piece])
         if len(free_R) > _FEW or length >= _LONG:
-            (_fill_sets if spacing.form == "sets" else _fill_prefix)(call_nL[piece], order_RL, free_R, near)
+            order_LR = np.ascontiguousarray(order_RL.T)
+            call_LR = (_sets if spacing.form == "sets" else _prefix)(order_LR, free_R, length, near)
+            call_nL[piece].ravel()[order_LR + length * np.arange(len(free_R))] = call_LR
         else:
             for call_L, order_L, free in zip(call_nL[piece], order_RL.tolist(), free_R.tolist(), strict=True):
                 call_L[:] = _row(order_L[:free], length, near, spacing.form == "prefix")
@@ -68,6 +69,28 @@ def spaced_calls(u_nL: np.ndarray, free_nL: np.ndarray, spacing: Spacing) -> np.
         with ThreadPoolExecutor(min(len(pieces), torch.get_num_threads())) as pool:
             list(pool.map(fill, pieces))
     return call_nL
+
+
+def _plan_order(u_RL: np.ndarray, free_RL: np.ndarray) -> np.ndarray:
+    """The positions of each row by falling u, those that are not free last. Sorting whole numbers, the leading bits of
+    u with the position below them, is several times faster than `argsort`, which is left to rows where two of u
+    differ in lower bits only."""
+    at_L = np.arange(u_RL.shape[1])
+    shift = len(at_L).bit_length()
+
+    def falls(u_RL: np.ndarray, free_RL: np.ndarray) -> np.ndarray:
+        return np.where(free_RL, ~u_RL.view(np.int64), at_L << shift)  # bits of positive floats are in their order
+
+    key_RL = falls(u_RL, free_RL)
+    key_RL >>= shift
+    key_RL <<= shift
+    key_RL |= at_L
+    key_RL.sort(axis=1)
+    alike_R = ((key_RL[:, 1:] ^ key_RL[:, :-1]) >> shift == 0).any(axis=1)
+    key_RL &= (1 << shift) - 1
+    if alike_R.any():
+        key_RL[alike_R] = np.argsort(falls(u_RL[alike_R], free_RL[alike_R]), axis=1, kind="stable")
+    return key_RL
 
 
 def _row(order: list[int], length: int, near: int, prefix: bool) -> list[int]:
@@ -93,42 +116,68 @@ def _row(order: list[int], length: int, near: int, prefix: bool) -> list[int]:
     return call
 
 
-def _fill_sets(call_RL: np.ndarray, order_RL: np.ndarray, free_R: np.ndarray, near: int) -> None:
-    """First-fit colouring, rank by rank. A position's call is a bit; what is set within reach is taken."""
-    rows, length = call_RL.shape
-    most = min(2 * near + 1, length)  # calls that a row can need
-    bits = 31 if most <= 31 else 63  # in a word: the lowest zero of a full one is then still a bit
-    wide = length + 2 * near
-    own_WX = np.zeros((-(-most // bits), rows * wide), dtype=np.int32 if bits == 31 else np.int64)
-    reach_WX = np.lib.stride_tricks.sliding_window_view(own_WX, 2 * near + 1, axis=1)
-    every_R, fewest, order_LR = np.arange(rows), free_R.min(), np.ascontiguousarray(order_RL.T)
+def _sets(order_KR: np.ndarray, count_R: np.ndarray, length: int, near: int) -> np.ndarray:
+    """The call (K, R) of each row's first `count_R` positions in plan order: first-fit colouring, rank by rank.
+
+    A call is a bit of a word, and the bits of positions within reach are taken. With the row in blocks of D positions
+    these are all of the position's own block, of the block before it those that lie further on in theirs than it does
+    in its own, and of the block after it those that lie less far: D - 1 neighbours if even blocks are stored together,
+    and odd ones. Positions that find all bits taken belong to later calls and are coloured in turn."""
+    rows, far = len(count_R), near + 1
+    word = np.dtype(np.int32 if min(2 * near + 1, length) <= 32 else np.int64)
+    block_L, offset_L = np.divmod(np.arange(length) + far, far)  # block 0 is empty, and so is the last
+    half = ((block_L[-1] + 1) // 2 + 1) * far
+    own_L = block_L % 2 * half + block_L // 2 * far + offset_L
+    first_L = (block_L - 1) % 2 * half + (block_L - 1) // 2 * far + offset_L + 1
+    own_X, used_X = np.zeros(2 * rows * half, dtype=word), np.zeros(2 * rows * half // far, dtype=word)
+    reach_X = as_strided(own_X[:near].view(f"V{near * word.itemsize}"), (len(own_X) - near + 1,), (word.itemsize,))
+    row_R, row_block_R, each_R = (step * np.arange(rows) for step in (2 * half, 2 * half // far, near))
+    fewest = count_R.min(initial=0)
+    bit_KR = np.zeros(order_KR.shape, dtype=word)
+    for rank in range(int(count_R.max(initial=0))):
+        at_R = order_KR[rank]
+        block_R = block_L[at_R] + row_block_R
+        used_R = used_X[block_R]
+        seen_R = used_R | np.bitwise_or.reduceat(reach_X[first_L[at_R] + row_R].view(word), each_R)
+        bit_R = np.bitwise_and(~seen_R, seen_R + 1, out=bit_KR[rank])  # 0 if all are taken
+        if rank >= fewest:
+            bit_R[rank >= count_R] = 0
+        own_X[own_L[at_R] + row_R] = bit_R
+        used_X[block_R] = used_R | bit_R
+    call_KR = np.frexp(bit_KR)[1]
+    later_R = count_R - (bit_KR != 0).sum(axis=0)
+    if later_R.any():
+        row_r = np.flatnonzero(later_R)
+        rank_Kr = np.argsort(bit_KR[:, row_r] != 0, axis=0, kind="stable")[: later_R.max()]
+        call_Kr = _sets(order_KR[rank_Kr, row_r], later_R[row_r], length, near)
+        call_KR[rank_Kr, row_r] += call_Kr + 8 * word.itemsize * (call_Kr > 0)
+    return call_KR
+
+
+def _prefix(order_LR: np.ndarray, free_R: np.ndarray, length: int, near: int) -> np.ndarray:
+    """The call (L, R) of each row's positions in plan order. `back` says how many ranks ago the last position within
+    reach came; a call ends where that is not before it began. (Differences wrap around: those to later ranks are too
+    large to matter.)"""
+    rows = len(free_R)
+    kind = np.uint16 if length <= 1 << 15 else np.uint32
+    rank_LR = np.empty((length, rows), dtype=kind)
+    np.put_along_axis(rank_LR, order_LR, np.arange(length, dtype=kind)[:, None], axis=0)
+    back_LR = np.full((length, rows), np.iinfo(kind).max, dtype=kind)
+    for d in range(1, near + 1):
+        since_XR = rank_LR[d:] - rank_LR[:-d]
+        np.minimum(back_LR[d:], since_XR, out=back_LR[d:])
+        np.minimum(back_LR[:-d], -since_XR, out=back_LR[:-d])
+    back_LR = np.take_along_axis(back_LR, order_LR, axis=0)
     call_LR = np.zeros((length, rows), dtype=np.int32)
+    call_R: np.ndarray = np.ones(rows, dtype=np.int32)
+    age_R: np.ndarray = np.zeros(rows, dtype=kind)
     for rank in range(int(free_R.max(initial=0))):
-        live_R = every_R if rank < fewest else np.flatnonzero(rank < free_R)
-        at_R = order_LR[rank, live_R]
-        place_R, word_R = live_R * wide + at_R, 0
-        seen_WR = np.array([np.bitwise_or.reduce(reach_X[place_R], axis=1) for reach_X in reach_WX])
-        if len(seen_WR) > 1:
-            word_R = (seen_WR != (1 << bits) - 1).argmax(axis=0)
-        seen_R = seen_WR[word_R, np.arange(len(at_R))]
-        bit_R = ~seen_R & (seen_R + 1)
-        own_WX[word_R, place_R + near] = bit_R
-        call_LR[rank, live_R] = bits * word_R + np.frexp(bit_R)[1]
-    np.put_along_axis(call_RL, order_RL, call_LR.T, axis=1)
-
-
-def _fill_prefix(call_RL: np.ndarray, order_RL: np.ndarray, free_R: np.ndarray, near: int) -> None:
-    """`reach` holds for each position the last call that has a position within reach of it."""
-    rows, length = call_RL.shape
-    reach = np.zeros((rows, length + 2 * near), dtype=np.int32)
-    window = np.lib.stride_tricks.sliding_window_view(reach, 2 * near + 1, axis=1, writeable=True)
-    row_R, now_R = np.arange(rows), np.ones(rows, dtype=np.int32)
-    for rank in range(int(free_R.max(initial=0))):
-        live_R = row_R if rank < free_R.min() else row_R[rank < free_R]
-        at_R = order_RL[live_R, rank]
-        now_R[live_R] += reach[live_R, at_R + near] == now_R[live_R]
-        call_RL[live_R, at_R] = now_R[live_R]
-        window[live_R, at_R] = now_R[live_R, None]
+        ends_R = back_LR[rank] <= age_R
+        call_R += ends_R
+        age_R[ends_R] = 0
+        age_R += 1
+        call_LR[rank] = call_R * (rank < free_R)
+    return call_LR
 
 
 def spaced_events(plan: Plan, spacing: Spacing) -> Events:

@@ -38,12 +38,15 @@ def by_definition(u_L: np.ndarray, free_L: np.ndarray, spacing: Spacing) -> list
     distance=st.integers(1, 100),
     share=st.floats(0, 1),
     form=st.sampled_from(FORMS),
+    alike=st.sampled_from([2**53, 2000, 20]),
 )
 def test_calls_are_those_of_the_definition(
-    seed: int, rows: int, length: int, distance: int, share: float, form: str
+    seed: int, rows: int, length: int, distance: int, share: float, form: str, alike: int
 ) -> None:
+    """Also where many of u are equal, or differ in their last bits only."""
     rng = np.random.default_rng(seed)
-    u, free, spacing = rng.random((rows, length)), rng.random((rows, length)) < share, Spacing(distance, form)
+    u, free = rng.integers(1, alike, (rows, length)) * 2.0**-53, rng.random((rows, length)) < share
+    u, spacing = np.where(free, u if alike == 2**53 else 0.5 + u, 0.0), Spacing(distance, form)
     found = spaced_calls(u, free, spacing)
     assert found.tolist() == [by_definition(u[r], free[r], spacing) for r in range(rows)]
 
