@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from relaylm.console import progress_bar
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure.continuations import continuation_bound
@@ -41,7 +42,6 @@ from relaylm.measure.likelihood import without_mask
 from relaylm.models.compat import check_whole
 from relaylm.models.family import Family
 from relaylm.models.text import wrap_marks
-from relaylm.progress import progress_bar
 from relaylm.sampling.engine import settings
 from relaylm.sampling.policy import resolve, static_models
 from relaylm.sampling.rules import parse_rule

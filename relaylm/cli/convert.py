@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tools.Result:
     """Convert, and say what was written."""
     from relaylm.convert import convert, export
+    from relaylm.models.family import on_disk
     from relaylm.models.folder import MANIFEST
-    from relaylm.models.load import on_disk
 
     *sources, folder = args.sources
     if not sources:

@@ -10,7 +10,7 @@ from typing import Any
 
 from relaylm.cli import tools
 from relaylm.cli.options import add_shared
-from relaylm.tables import table, terminal_width, wrapped
+from relaylm.console import table, terminal_width, wrapped
 
 SCHEDULES = ("heavy", "sandwich:25%", "light")
 SPACING = 16  # of the positions that a call writes, where the family has none of its own

@@ -3,7 +3,7 @@
 import argparse
 
 from relaylm.cli import tools
-from relaylm.tables import table, terminal_width, wrapped
+from relaylm.console import table, terminal_width, wrapped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,9 +3,9 @@
 import argparse
 
 from relaylm.cli import tools
+from relaylm.console import table
 from relaylm.errors import UserError
 from relaylm.files import expand
-from relaylm.tables import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tools.Result:
     """List what can be named without a path, and the families under folders."""
     from relaylm.core.schedule import hand_made
-    from relaylm.models.load import list_families
+    from relaylm.models.catalogue import list_families
     from relaylm.train.recipe import load_preset, presets
 
     for folder in args.folder:

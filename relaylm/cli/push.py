@@ -15,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tools.Result:
     """Upload, and print the address of the commit."""
+    from relaylm.models.family import locate
     from relaylm.models.hub import push
-    from relaylm.models.load import locate
 
     address = push(locate(args.family), args.name, **tools.chosen(args, "private message"))
     tools.show(args, address)

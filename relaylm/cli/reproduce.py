@@ -9,7 +9,7 @@ from typing import Any
 
 from relaylm.cli import tools
 from relaylm.cli.options import add_shared, positive
-from relaylm.tables import table
+from relaylm.console import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

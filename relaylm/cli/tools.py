@@ -9,10 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from relaylm.console import Bar, progress_bar, terminal_width, wrapped
 from relaylm.errors import UserError, printable, reason
 from relaylm.files import atomic_write, expand, read_object
-from relaylm.progress import Bar, progress_bar
-from relaylm.tables import terminal_width, wrapped
 
 Result = dict[str, Any]
 DEFAULT_FAMILY = "wiki-bpe"

@@ -14,12 +14,11 @@ from relaylm.convert import sedd
 from relaylm.convert.sources import NOTES, Checkpoints, Source, look, recognise
 from relaylm.convert.tensors import Found, Options
 from relaylm.files import expand, write_folder, write_json
+from relaylm.models.catalogue import describe as describe_family
 from relaylm.models.compat import pick_device, pick_dtype
 from relaylm.models.denoiser import Denoiser, Transformer
-from relaylm.models.family import Family, load_family
+from relaylm.models.family import Family, load_family, locate
 from relaylm.models.folder import front_matter, save_family
-from relaylm.models.load import describe as describe_family
-from relaylm.models.load import locate
 from relaylm.models.tokenizer import Tokenizer
 
 
@@ -84,7 +83,7 @@ def describe(
     names: Sequence[str] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """What `relaylm info` shows: the keys of `models.load.describe`, and the format for a checkpoint. Reads names,
+    """What `relaylm info` shows: the keys of `models.catalogue.describe`, and the format for a checkpoint. Reads names,
     shapes and configurations, not the weights."""
     if isinstance(source, (str, Path)) and recognise(source, revision) is None:
         return describe_family(source)

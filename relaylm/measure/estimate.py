@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from relaylm.console import terminal_width, wrapped
 from relaylm.sampling.engine import settings
-from relaylm.tables import terminal_width, wrapped
 
 if TYPE_CHECKING:
     from relaylm.models.family import Family

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from relaylm.console import progress_bar
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError, whole
 from relaylm.measure import metrics
@@ -32,7 +33,6 @@ from relaylm.measure.drawn import Drawn, pack, row_costs, steps_json, total_cost
 from relaylm.measure.judge import Judge, Scores, score, weights_digest
 from relaylm.measure.store import Store, content_key
 from relaylm.models.compat import check_whole
-from relaylm.progress import progress_bar
 from relaylm.sampling.result import Samples
 from relaylm.sampling.rules import Rule
 from relaylm.sampling.sample import lay_out, sample

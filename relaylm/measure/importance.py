@@ -30,15 +30,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relaylm.console import progress_bar, table
 from relaylm.core.diffusion import LINEAR, Alpha, unmask_probability
 from relaylm.core.noise import uniforms
 from relaylm.core.schedule import Timetable
 from relaylm.errors import UserError
 from relaylm.measure import metrics
 from relaylm.measure.likelihood import MaskedSums, masked_sums, spread_rows
-from relaylm.progress import progress_bar
 from relaylm.sampling.sample import sample
-from relaylm.tables import table
 
 if TYPE_CHECKING:
     from relaylm.models.family import Family

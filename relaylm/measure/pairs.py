@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from relaylm.console import progress_bar, terminal_width, wrapped
+from relaylm.console import table as text_table
 from relaylm.core.noise import uniforms
 from relaylm.core.pairs import PairTable, default_spacing
 from relaylm.core.schedule import Spacing
@@ -28,9 +30,6 @@ from relaylm.errors import UserError
 from relaylm.files import amend_folder, read_object
 from relaylm.models.compat import check_whole
 from relaylm.models.folder import MANIFEST, PAIRS
-from relaylm.progress import progress_bar
-from relaylm.tables import table as text_table
-from relaylm.tables import terminal_width, wrapped
 
 SHARES = (0.02, 0.1, 0.25, 0.45, 0.65, 0.85, 0.98)
 _CELLS = 1 << 26  # logits that are in memory at once, at most

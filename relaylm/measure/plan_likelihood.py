@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from relaylm.console import progress_bar
 from relaylm.core.cost import Cost
 from relaylm.core.plan import Plan, make_events, make_plan
 from relaylm.core.schedule import Schedule
@@ -35,7 +36,6 @@ from relaylm.core.spacing import events_of_calls, spaced_events
 from relaylm.errors import UserError
 from relaylm.measure import metrics
 from relaylm.measure.schedule_likelihood import ScheduleBound
-from relaylm.progress import progress_bar
 from relaylm.sampling.blocks import inside
 from relaylm.sampling.confidence import forced
 from relaylm.sampling.engine import at_rows

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relaylm.console import table, terminal_width, wrapped
 from relaylm.core.cost import UNITS, Budget, Price, mean_price
 from relaylm.core.schedule import Schedule, Timetable
 from relaylm.errors import UserError
 from relaylm.measure import timing
 from relaylm.measure.estimate import say
-from relaylm.tables import table, terminal_width, wrapped
 
 if TYPE_CHECKING:
     from relaylm.models.family import Family

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relaylm.console import html_table, table, terminal_width, wrapped
 from relaylm.measure import metrics
 from relaylm.measure.rivals import Entry, base_steps, one_model
-from relaylm.tables import html_table, table, terminal_width, wrapped
 
 if TYPE_CHECKING:
     from relaylm.models.family import Family

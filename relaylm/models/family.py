@@ -1,7 +1,9 @@
 """Denoisers that may take turns, as one value.
 
 A family shares vocabulary, mask, length and tokenizer; `Family` refuses what does not belong together (`compat` has the
-rules). Any denoisers are allowed, a table in a test included. `folder` stores a family, `load` finds one.
+rules). Any denoisers are allowed, a table in a test included. `folder` stores a family. A source is a folder, the
+name of a family that came with the package, or a Hugging Face id; public checkpoints of other formats are sources too,
+which `relaylm.convert` reads.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from relaylm.core.schedule import Schedule, Spacing
-from relaylm.errors import UserError
-from relaylm.files import read_bytes, read_object
+from relaylm.errors import UserError, meant
+from relaylm.files import backup, read_bytes, read_object
 from relaylm.models.compat import check_known, check_models, other_spelling, pick_device, pick_dtype, place
 from relaylm.models.denoiser import Denoiser, Transformer
 from relaylm.models.folder import (
@@ -31,11 +33,47 @@ from relaylm.models.folder import (
     refuse_pickles,
     save_family,
 )
-from relaylm.models.load import locate, on_disk
 from relaylm.models.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from relaylm.core.pairs import PairTable
+
+BUNDLED = Path(__file__).parent / "families"
+
+
+def bundled() -> list[str]:
+    """Names of the families that came with the package."""
+    return sorted(path.parent.name for path in BUNDLED.glob(f"*/{MANIFEST}"))
+
+
+def on_disk(source: str | Path) -> Path:
+    """Where a source would lie: as given, under its backup name (a save was killed between its two renames), or among
+    the bundled families."""
+    folder = Path(os.path.expanduser(str(source)))  # os.path, here and below: never raises, whatever the text
+    if not os.path.exists(folder):
+        if os.path.isdir(backup(folder)):
+            return backup(folder)
+        if str(source) in bundled():
+            return BUNDLED / str(source)
+    return folder
+
+
+def locate(source: str | Path, revision: str | None = None) -> Path:
+    """The folder of a family: given as such, bundled, or fetched from the Hugging Face hub into its cache."""
+    text, folder = str(source), on_disk(source)
+    if os.path.isdir(folder):
+        if revision is not None:
+            raise UserError(f"a revision is for a family on the Hugging Face hub, but {text!r} is a folder")
+        return folder
+    if os.path.exists(folder):
+        raise UserError(f"{text!r} is a file, but a family is a folder")
+    from relaylm.models.hub import HUB_FILES, HUB_ID, download
+
+    if isinstance(source, str) and HUB_ID.fullmatch(text):
+        return download(text, revision, HUB_FILES)
+    known = f"the bundled families are {', '.join(bundled())}" if bundled() else "no families are bundled"
+    hint = meant(text, bundled()) or ":"
+    raise UserError(f"there is no family {text!r}{hint} no such folder, {known}, and a hub id is written owner/name")
 
 
 @dataclass(frozen=True)

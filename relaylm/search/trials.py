@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from relaylm.console import progress_bar
 from relaylm.core.cost import SPACED_PLANS, spaced_sizes
 from relaylm.core.plan import make_events, make_plan
 from relaylm.core.schedule import Schedule, Spacing
@@ -39,7 +40,6 @@ from relaylm.errors import UserError
 from relaylm.measure.evaluate import Workers, array_hash, cached, check_storable, conditions, judge_rows, model_key
 from relaylm.measure.judge import Judge, log_perplexity
 from relaylm.measure.store import Store, content_key
-from relaylm.progress import progress_bar
 from relaylm.sampling.engine import out_of_memory
 from relaylm.sampling.result import Samples
 from relaylm.sampling.sample import sample

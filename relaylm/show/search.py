@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from relaylm.console import table, terminal_width, wrapped
 from relaylm.core.notation import brief
 from relaylm.core.schedule import Schedule
 from relaylm.show.colours import BLACK, BLUE, COLOURS, GREEN, MARKERS, PINK, RED, colour_of
 from relaylm.show.figures import new_figure, save_figure
 from relaylm.show.player import strip
-from relaylm.tables import table, terminal_width, wrapped
 
 LOOKS = {  # of kinds of candidates
     "mixed": (BLUE, "o", "mixed schedules"),

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
+from relaylm.console import terminal_width
 from relaylm.errors import printable
 from relaylm.models.tokenizer import BLANK
 from relaylm.show.colours import GIVEN, MASKED, colour_of, on_a_line, pieces_of, row_pieces, runs_of, writers_of
-from relaylm.tables import terminal_width
 
 if TYPE_CHECKING:
     from rich.console import Console

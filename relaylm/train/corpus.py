@@ -31,13 +31,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from relaylm.console import progress_bar
 from relaylm.errors import UserError
 from relaylm.files import expand, file_sha256, write_folder, write_json
+from relaylm.models.family import on_disk
 from relaylm.models.folder import MANIFEST, read_manifest
-from relaylm.models.load import on_disk
 from relaylm.models.text import find_sources, pieces, wrap_marks
 from relaylm.models.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, vocabulary
-from relaylm.progress import progress_bar
 
 FORMAT = 1
 PACKINGS = ("running", "wrap", "pad")

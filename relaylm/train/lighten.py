@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from relaylm.console import progress_bar
 from relaylm.core.noise import uniforms
 from relaylm.errors import UserError
 from relaylm.files import read_json, write_json
@@ -30,7 +31,6 @@ from relaylm.measure.likelihood import masked_sums, spread_rows
 from relaylm.models.denoiser import Transformer, build
 from relaylm.models.family import Family
 from relaylm.models.folder import save_family
-from relaylm.progress import progress_bar
 from relaylm.train.corpus import TokenFile
 from relaylm.train.family import averaged_network, heldout_text
 from relaylm.train.recipe import Preset, Recipe, override

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from relaylm.console import table
 from relaylm.core.pairs import default_spacing
 from relaylm.files import read_json, write_json
 from relaylm.measure.likelihood import spread_rows
@@ -22,7 +23,6 @@ from relaylm.models.denoiser import Transformer
 from relaylm.models.family import Family
 from relaylm.models.folder import PAIRS
 from relaylm.sampling.sample import sample
-from relaylm.tables import table
 from relaylm.train.corpus import TokenFile
 
 ROWS = 64  # of held-out text for the table of pairs

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from relaylm.console import Bar, progress_bar
 from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
@@ -34,7 +35,6 @@ from relaylm.measure.estimate import say
 from relaylm.measure.likelihood import Bound, bound, causal_bound, spread_rows
 from relaylm.measure.timing import wait
 from relaylm.models.denoiser import Architecture, Transformer
-from relaylm.progress import Bar, progress_bar
 from relaylm.sampling.denoise import denoise
 from relaylm.train import checkpoint
 from relaylm.train.corpus import TokenFile

@@ -13,8 +13,7 @@ from relaylm.cli.tools import default_family
 from relaylm.core.pairs import default_spacing
 from relaylm.core.schedule import Spacing
 from relaylm.measure.likelihood import bound, causal_bound, held_out, spread_rows
-from relaylm.models.family import Family
-from relaylm.models.load import BUNDLED, bundled
+from relaylm.models.family import BUNDLED, Family, bundled
 from relaylm.models.tokenizer import Text8Tokenizer
 from relaylm.sampling.sample import sample
 

@@ -21,12 +21,11 @@ from hypothesis import strategies as st
 
 from relaylm.errors import UserError
 from relaylm.models import folder as folders
-from relaylm.models import load
+from relaylm.models.catalogue import describe, list_families
 from relaylm.models.compat import pick_device
 from relaylm.models.denoiser import Architecture, FromLogits, Transformer
-from relaylm.models.family import Family
+from relaylm.models.family import Family, bundled
 from relaylm.models.folder import save_family
-from relaylm.models.load import bundled, describe, list_families
 from relaylm.models.tokenizer import ByteTokenizer, JsonTokenizer, Text8Tokenizer
 
 TEXT8 = Text8Tokenizer()
@@ -775,7 +774,7 @@ def test_hub_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_bundled(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "BUNDLED", tmp_path)
+    monkeypatch.setattr("relaylm.models.family.BUNDLED", tmp_path)
     monkeypatch.chdir(folder)
     assert bundled() == ["fam"] and Family.load("fam").names == ("small", "big")
     with pytest.raises(UserError, match="the bundled families are fam"):

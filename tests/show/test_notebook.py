@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import relaylm
+from relaylm.console import html_table
 from relaylm.measure.verdict import Comparison, render
 from relaylm.models.tokenizer import ByteTokenizer
 from relaylm.show.colours import GIVEN, colour_of
-from relaylm.tables import html_table
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = [ROOT / "examples" / f"{name}.ipynb" for name in ("schedules-in-ten-minutes", "bring-your-own-models")]

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from search_oracle import small_family
 
-from relaylm import progress
+from relaylm import console as progress
 from relaylm.cli.tools import progress as reported
+from relaylm.console import Pace, progress_bar
 from relaylm.measure.compare import compare
 from relaylm.measure.importance import importance
-from relaylm.progress import Pace, progress_bar
 from relaylm.search.search import search
 from relaylm.studies.compose.compose import compose
 from relaylm.train.corpus import prepare

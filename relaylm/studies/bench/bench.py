@@ -24,15 +24,14 @@ from typing import Any
 
 import torch
 
+from relaylm.console import Bar, progress_bar, table
 from relaylm.errors import UserError
 from relaylm.measure.estimate import say
 from relaylm.measure.provenance import how_made
-from relaylm.progress import Bar, progress_bar
 from relaylm.studies.bench import engine_parts, reference_parts, spaced_parts
 from relaylm.studies.bench.autoregressive import rival
 from relaylm.studies.bench.job import Job, Request
 from relaylm.studies.bench.published import Side, best_batch, dtype_of, free_memory
-from relaylm.tables import table
 
 PARTS = (
     *("cache", "compiled", "trajectory", "shares", "memory", "breakdown", "kl", "rival", "growth", "bound"),

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from relaylm.console import table, terminal_width, wrapped
 from relaylm.errors import UserError
 from relaylm.files import atomic_write, expand, read_bytes
 from relaylm.show.colours import COLOURS, MARKERS
 from relaylm.show.figures import new_figure, save_figure
 from relaylm.studies.compose.compose import diversity, kind_of
-from relaylm.tables import table, terminal_width, wrapped
 
 Result = Mapping[str, Any]
 HEAD = ("rule", "dial", "schedule", "perplexity", "entropy", "words", "distinct-4", "calls/row", "GFLOPs/row", "s")

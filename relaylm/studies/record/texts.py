@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from relaylm.console import progress_bar
 from relaylm.errors import UserError
 from relaylm.files import write_json
 from relaylm.measure import metrics
@@ -24,7 +25,6 @@ from relaylm.measure.judge import Judge, features, load_judge
 from relaylm.measure.likelihood import held_out, spread_rows
 from relaylm.measure.provenance import how_made
 from relaylm.models.family import Family
-from relaylm.progress import progress_bar
 from relaylm.sampling.sample import sample
 
 LABELS = {"own": "own judge", "other": "other judge"}

@@ -1,8 +1,4 @@
-"""Families by their source: found, described, listed.
-
-A source is a folder, the name of a family that came with the package, or a Hugging Face id. Public checkpoints of other
-formats are sources too; `relaylm.convert` reads those.
-"""
+"""What `relaylm info` and `relaylm ls` show of stored families, without reading their weights."""
 
 from __future__ import annotations
 
@@ -12,50 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from relaylm.core import cost
-from relaylm.errors import UserError, meant, reason
-from relaylm.files import backup, expand
+from relaylm.errors import UserError, reason
+from relaylm.files import expand
 from relaylm.models.denoiser import Architecture
+from relaylm.models.family import BUNDLED, bundled, locate
 from relaylm.models.folder import MANIFEST, files_of, read_manifest
-
-BUNDLED = Path(__file__).parent / "families"
-
-
-def bundled() -> list[str]:
-    """Names of the families that came with the package."""
-    return sorted(path.parent.name for path in BUNDLED.glob(f"*/{MANIFEST}"))
-
-
-def on_disk(source: str | Path) -> Path:
-    """Where a source would lie: as given, under its backup name (a save was killed between its two renames), or among
-    the bundled families."""
-    folder = Path(os.path.expanduser(str(source)))  # os.path, here and below: never raises, whatever the text
-    if not os.path.exists(folder):
-        if os.path.isdir(backup(folder)):
-            return backup(folder)
-        if str(source) in bundled():
-            return BUNDLED / str(source)
-    return folder
-
-
-def locate(source: str | Path, revision: str | None = None) -> Path:
-    """The folder of a family: given as such, bundled, or fetched from the Hugging Face hub into its cache."""
-    text, folder = str(source), on_disk(source)
-    if os.path.isdir(folder):
-        if revision is not None:
-            raise UserError(f"a revision is for a family on the Hugging Face hub, but {text!r} is a folder")
-        return folder
-    if os.path.exists(folder):
-        raise UserError(f"{text!r} is a file, but a family is a folder")
-    from relaylm.models.hub import HUB_FILES, HUB_ID, download
-
-    if isinstance(source, str) and HUB_ID.fullmatch(text):
-        return download(text, revision, HUB_FILES)
-    known = f"the bundled families are {', '.join(bundled())}" if bundled() else "no families are bundled"
-    hint = meant(text, bundled()) or ":"
-    raise UserError(f"there is no family {text!r}{hint} no such folder, {known}, and a hub id is written owner/name")
-
-
-# -------------------------------------------------------------------------------------------------- what is inside
 
 
 def describe(source: str | Path) -> dict[str, Any]:

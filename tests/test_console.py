@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relaylm.tables import table, wrapped
+from relaylm.console import table, wrapped
 
 HEAD = ["", "rule", "schedule", "perplexity", "entropy", "distinct-4", "GFLOPs/row", "seconds"]
 ROWS = [
