@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> tools.Result:
     except ModuleNotFoundError as error:
         raise UserError(f"relaylm serve needs {error.name}: pip install 'relaylm[serve]'") from None
     from relaylm.serve.app import Settings
-    from relaylm.serve.host import Limits
+    from relaylm.serve.request import Limits
 
     limits = Limits(**tools.chosen(args, "max_rows max_queue timeout batch_size"))
     settings = Settings(args.api_key or os.environ.get("RELAYLM_API_KEY"), log_prompts=args.log_prompts)

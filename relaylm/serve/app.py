@@ -1,7 +1,7 @@
 """The HTTP side: routes, streams, OpenAI's completions, limits on what comes in, and the log.
 
-Nothing here computes. `Backend.stream` gives the events of a request (start, written, done), from this process or from
-a cluster; /v1/denoise passes them on, /v1/completions makes text of them. Nothing here blocks the event loop.
+Nothing here computes. `Backend.stream` gives the events of a request (start, written, done), from another process or
+from a cluster; /v1/denoise passes them on, /v1/completions makes text of them. Nothing here blocks the event loop.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -45,6 +45,10 @@ HEADERS = {
 class Backend(Protocol):
     """Where rows are computed."""
 
+    def running(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """As long as requests may come."""
+        ...
+
     async def models(self) -> list[dict[str, Any]]:
         """The entries of GET /v1/models."""
         ...
@@ -75,8 +79,8 @@ class Settings:
     log_prompts: bool = False
 
 
-def create_app(backend: Backend, settings: Settings, lifespan: Any = None) -> ASGIApp:
-    """The application."""
+def create_app(backend: Backend, settings: Settings) -> ASGIApp:
+    """The application, with a backend that works as long as it is served."""
     AppStatus.disable_automatic_graceful_drain()  # on shutdown streams end by themselves: what runs is finished
 
     async def body_of(request: Request) -> bytes:
@@ -190,7 +194,9 @@ def create_app(backend: Backend, settings: Settings, lifespan: Any = None) -> AS
         Mount("/", StaticFiles(packages=[("relaylm.serve", "page")], html=True)),
     ]
     handlers: dict[Any, Any] = {Refused: refused, HTTPException: http_error, ClientDisconnect: gone, Exception: broken}
-    return Guard(Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan), settings)
+    return Guard(
+        Starlette(routes=routes, exception_handlers=handlers, lifespan=lambda app: backend.running()), settings
+    )
 
 
 # ------------------------------------------------------------------------------------------------ streams
@@ -326,18 +332,3 @@ class Guard:
             return True
         given = dict(scope["headers"]).get(b"authorization", b"")
         return hmac.compare_digest(given, b"Bearer " + key.encode())
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object in a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The record."""
-        line = {"time": round(record.created, 3), "level": record.levelname.lower(), "message": record.getMessage()}
-        line.update(getattr(record, "facts", {}))
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
-
-
-Lifespan = Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]]

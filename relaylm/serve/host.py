@@ -28,20 +28,11 @@ from relaylm.sampling.engine import Engine
 from relaylm.sampling.policy import Grid, policy_text, resolve, static_models
 from relaylm.sampling.result import Event, cost_of_calls, total_cost
 from relaylm.sampling.sample import Request
+from relaylm.serve.families import describe, describe_models, describe_schedule, pick_family, settled
 from relaylm.serve.metrics import Metrics
-from relaylm.serve.request import Ask, Refused, bad, describe, describe_models, describe_schedule, pick_family, settled
+from relaylm.serve.request import Ask, Limits, Refused, bad
 from relaylm.serve.scheduler import Job, LaneKey, Scheduler
 from relaylm.show.colours import pieces_of, row_pieces
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the server is told on the command line."""
-
-    max_rows: int = 64
-    max_queue: int = 256
-    timeout: float = 600.0
-    batch_size: int | None = None
 
 
 @dataclass
@@ -106,6 +97,15 @@ class Host:
         """Finish what was accepted, refuse the rest."""
         self.scheduler.close()
         self.thread.join()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """From the start to the close, for an event loop of this process."""
+        self.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self.close)
 
     def _engine(self, lane: LaneKey, places: int) -> Engine:
         family, length = self.families[lane.family], lane.length

@@ -21,77 +21,32 @@ from importlib import import_module
 from typing import Any
 
 from relaylm.errors import UserError, reason
-from relaylm.serve.host import Host, Limits
 from relaylm.serve.metrics import Metrics
-from relaylm.serve.request import Ask, Refused, load_families
+from relaylm.serve.process import Remote, Replica
+from relaylm.serve.request import Ask, Limits, Refused
 
 TRIES = 3
 NAME = "relaylm"
 
 
-class Replica:
-    """What runs in a Ray actor."""
-
-    def __init__(self, sources: list[str], device: str, dtype: str | None, limits: Limits) -> None:
-        self.host = Host(load_families(sources, device, dtype), limits)
-        self.host.start()
-
-    async def models(self) -> list[dict[str, Any]]:
-        """The entries of GET /v1/models."""
-        return await self.host.models()
-
-    async def schedule(self, ask: Ask) -> dict[str, Any] | Refused:
-        """A schedule as parsed, or why not."""
-        try:
-            return await self.host.schedule(ask)
-        except Refused as error:
-            return error
-
-    async def process(self) -> int:
-        """The process's number."""
-        return os.getpid()
-
-    async def stream(self, ask: Ask) -> AsyncIterator[tuple[str, Any]]:
-        """The events of a request; a refusal is one, too, since Ray would wrap an exception."""
-        try:
-            async for event in self.host.stream(ask):
-                yield event
-        except Refused as error:
-            yield "refused", error
-
-    async def check_health(self) -> None:
-        """Ray replaces a replica whose thread has ended."""
-        await self.host.health()
-
-
-class Replicas:
+class Replicas(Remote):
     """The backend that passes requests on; see `app.Backend`."""
 
     def __init__(self, handle: Any, losses: tuple[type[BaseException], ...], status: Any) -> None:
         self.handle, self.losses, self.status = handle, losses, status
         self.metrics_of, self.under_way = Metrics(), 0
 
-    async def _ask(self, method: str, *values: Any) -> Any:
+    async def ask(self, method: str, *values: Any) -> Any:
         """One answer of any replica."""
         for _ in range(TRIES):
             try:
-                answer = await getattr(self.handle, method).remote(*values)
+                answer = await self.handle.ask.remote(method, *values)
             except self.losses:
                 continue
             if isinstance(answer, Refused):
                 raise answer
             return answer
         raise lost()
-
-    async def models(self) -> list[dict[str, Any]]:
-        """The entries of GET /v1/models."""
-        found: list[dict[str, Any]] = await self._ask("models")
-        return found
-
-    async def schedule(self, ask: Ask) -> dict[str, Any]:
-        """A schedule as parsed, and what it costs."""
-        found: dict[str, Any] = await self._ask("schedule", ask)
-        return found
 
     async def health(self) -> dict[str, Any]:
         """Replicas that run, and requests under way."""

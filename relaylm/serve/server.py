@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import sys
-from collections.abc import AsyncIterator
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from relaylm.errors import UserError, reason
-from relaylm.serve.app import JsonLines, Settings, create_app
-from relaylm.serve.host import Host, Limits
-from relaylm.serve.request import load_families
+from relaylm.serve.app import Backend, Settings, create_app
+from relaylm.serve.process import Worker, start_log
+from relaylm.serve.request import Limits
 
 HEADER_SECONDS = 10.0  # for the first request of a connection to arrive
 
@@ -34,38 +32,20 @@ class Protocol(H11Protocol):
             self.transport.abort()
 
 
-def application(host: Host, settings: Settings) -> Any:
-    """The application with a host that works as long as it is served."""
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Any) -> AsyncIterator[None]:
-        host.start()
-        try:
-            yield
-        finally:
-            await asyncio.to_thread(host.close)
-
-    return create_app(host, settings, lifespan)
-
-
-def run(app: Any, address: str, port: int, most: int, grace: float) -> None:
-    """Serve until SIGINT or SIGTERM; then finish what runs, for at most `grace` seconds."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines())
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+def run(backend: Backend, settings: Settings, address: str, port: int, most: int, grace: float) -> None:
+    """Serve until SIGINT or SIGTERM, or until the process that computes is lost; then finish what runs, for at most
+    `grace` seconds."""
+    start_log()
     try:
         listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     except OSError as error:
         raise UserError(f"cannot listen on {address}:{port}: {reason(error)}") from None
-    # The thread that makes calls gives the interpreter up at every operation on the device, and other threads keep it
-    # for this long before they give it back: 5 ms, Python's own, is more than a call takes.
-    sys.setswitchinterval(1e-4)
     with listener:
         host, port = listener.getsockname()[:2]
         facts = {"address": f"http://{f'[{host}]' if ':' in host else host}:{port}"}
         logging.getLogger("relaylm.serve").info("listening", extra={"facts": facts})
         config = uvicorn.Config(
-            app,
+            create_app(backend, settings),
             http=Protocol,
             log_config=None,
             access_log=False,
@@ -76,7 +56,10 @@ def run(app: Any, address: str, port: int, most: int, grace: float) -> None:
             timeout_graceful_shutdown=int(grace) + 1,
             h11_max_incomplete_event_size=1 << 15,  # bytes of headers
         )
-        uvicorn.Server(config).run([listener])
+        server = uvicorn.Server(config)
+        if isinstance(backend, Worker):
+            backend.on_loss = lambda: setattr(server, "should_exit", True)
+        server.run([listener])
 
 
 def serve(
@@ -89,13 +72,18 @@ def serve(
     cluster: str | None = None,
     replicas: int | None = None,
 ) -> None:
-    """Serve families from this process, or from replicas on a Ray cluster."""
+    """Serve families from a process of their own, or from replicas on a Ray cluster."""
     most = limits.max_rows + limits.max_queue + 64
-    if cluster is None:
-        app = application(Host(load_families(sources, device, dtype), limits), settings)
-    else:
+    if cluster is not None:
         from relaylm.serve.replicas import deploy
 
-        app = create_app(deploy(sources, device, dtype, limits, cluster, replicas), settings)
-        most *= replicas or 16
-    run(app, *address, most, limits.timeout)
+        replicas_there = deploy(sources, device, dtype, limits, cluster, replicas)
+        run(replicas_there, settings, *address, most * (replicas or 16), limits.timeout)
+        return
+    worker = Worker(sources, device, dtype, limits)
+    try:
+        run(worker, settings, *address, most, limits.timeout)
+    finally:
+        worker.close()
+    if worker.lost:
+        sys.exit(1)  # the log says why

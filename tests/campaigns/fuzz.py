@@ -149,7 +149,8 @@ def http() -> Callable[[bytes], object]:
     import dataclasses
 
     from relaylm.models.family import Family
-    from relaylm.serve.request import Ask, read_ask, read_json, settled
+    from relaylm.serve.families import settled
+    from relaylm.serve.request import Ask, read_ask, read_json
 
     family = Family.load("wiki-char")
     allowed = frozenset(item.name for item in dataclasses.fields(Ask))

@@ -14,9 +14,9 @@ import uvicorn
 
 import relaylm
 from relaylm.models.family import Family
-from relaylm.serve.app import Settings
+from relaylm.serve.app import Settings, create_app
 from relaylm.serve.host import Host, Limits
-from relaylm.serve.server import Protocol, application
+from relaylm.serve.server import Protocol
 
 
 class Running:
@@ -24,7 +24,7 @@ class Running:
 
     def __init__(self, family: Family, settings: Settings | None = None, **limits: Any) -> None:
         self.host = Host({"tiny": family}, Limits(**limits))
-        app = application(self.host, settings or Settings())
+        app = create_app(self.host, settings or Settings())
         config = uvicorn.Config(
             app, port=0, http=Protocol, log_config=None, ws="none", h11_max_incomplete_event_size=1 << 15
         )

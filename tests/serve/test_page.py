@@ -21,9 +21,8 @@ import uvicorn
 
 import relaylm
 from relaylm.cli import main as cli
-from relaylm.serve.app import Settings
+from relaylm.serve.app import Settings, create_app
 from relaylm.serve.host import Host, Limits
-from relaylm.serve.server import application
 from relaylm.show.colours import colour_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -42,7 +41,7 @@ def family() -> Any:
 @pytest.fixture(scope="module")
 def address(family: Any) -> Iterator[str]:
     """A server in a thread."""
-    app = application(Host({"wiki-char": family}, Limits()), Settings())
+    app = create_app(Host({"wiki-char": family}, Limits()), Settings())
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, ws="none"))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -142,7 +142,7 @@ def test_two_replicas_one_killed_under_load() -> None:
     async def load() -> tuple[list[Any], set[int]]:
         pids: set[int] = set()
         while len(pids) < 2:
-            pids.add(await backend._ask("process"))
+            pids.add(await backend.handle.process.remote())
         tasks = [asyncio.ensure_future(one(seed)) for seed in range(24)]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         assert len(done) < 20

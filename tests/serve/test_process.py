@@ -1,0 +1,153 @@
+"""`relaylm serve` as it is run: HTTP in one process, the networks in another, and how both end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import relaylm
+from relaylm.models.family import Family
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+ASK = {"prompt": "the ", "length": 32, "steps": 16, "seed": 3, "schedule": "sandwich:50%", "n": 2, "stream": False}
+
+
+@pytest.fixture(scope="module")
+def folder(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return family.save_pretrained(tmp_path_factory.mktemp("family") / "tiny", name="tiny")
+
+
+def status(pid: int) -> tuple[str, int]:
+    """The state of a process and its parent; X if there is none."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", 0
+    return words[0], int(words[1])
+
+
+def computing(pid: int) -> int:
+    """The process with the networks."""
+    others = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    mine = [other for other in others if status(other)[1] == pid]
+    (found,) = [other for other in mine if b"spawn_main" in Path(f"/proc/{other}/cmdline").read_bytes()]
+    return found
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, now or soon."""
+    until = time.monotonic() + 20
+    while status(pid)[0] not in "XZ" and time.monotonic() < until:
+        time.sleep(0.02)
+    return status(pid)[0] in "XZ"
+
+
+class Served:
+    """A running server: its process, its address and what it has logged."""
+
+    def __init__(self, *words: str) -> None:
+        command = [sys.executable, "-m", "relaylm", "serve", "--device", "cpu", "--port", "0", *words]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.lines: list[str] = []
+        self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stderr or ()))
+        assert self.process.stderr is not None
+        listening = next(line for line in self.process.stderr if "listening" in line)
+        self.reader.start()
+        self.client = httpx.Client(base_url=json.loads(listening)["address"], timeout=60)
+        self.child = computing(self.process.pid)
+
+    def end(self) -> tuple[int, str]:
+        """The exit code and the rest of the log."""
+        code = self.process.wait(60)
+        self.reader.join(60)
+        return code, "".join(self.lines)
+
+
+@contextmanager
+def served(*words: str) -> Iterator[Served]:
+    one = Served(*words)
+    try:
+        yield one
+    finally:
+        one.client.close()
+        one.process.kill()
+        one.process.wait()
+        assert gone(one.child)
+
+
+def test_texts_are_those_of_sample_and_a_signal_lets_them_end(folder: Path, family: Family) -> None:
+    with served("--family", str(folder), "--max-queue", "64") as one:
+        answer = one.client.post("/v1/denoise", json=ASK).json()
+        options: dict[str, Any] = {name: ASK[name] for name in ("prompt", "length", "steps", "seed")}
+        size = answer["relaylm"]["batch_size"]
+        assert answer["texts"] == relaylm.sample(family, "sandwich:50%", 2, batch_size=size, **options).texts
+        assert [entry["id"] for entry in one.client.get("/v1/models").json()["data"]] == ["tiny"]
+        assert one.client.get("/v1/schedule", params={"schedule": "L25% H70%"}).status_code == 400
+        assert one.client.post("/v1/denoise", json={**ASK, "model": "other"}).status_code == 404
+        assert "relaylm_requests_total 1.0" in one.client.get("/metrics").text
+        many = {**ASK, "n": 64, "steps": "inf"}
+        with pytest.raises(httpx.ReadTimeout):  # who leaves takes the rows along
+            one.client.post("/v1/denoise", json=many, timeout=0.2)
+        until = time.monotonic() + 20
+        while one.client.get("/health").json()["rows_in_flight"] and time.monotonic() < until:
+            time.sleep(0.02)
+        assert one.client.get("/health").json() == {"status": "ok", "rows_in_flight": 0, "rows_waiting": 0}
+        with one.client.stream("POST", "/v1/denoise", json={**many, "stream": True}) as streamed:
+            lines = streamed.iter_lines()
+            next(lines)
+            for pid in (one.child, one.process.pid):  # as systemd does: to both
+                os.kill(pid, signal.SIGTERM)
+            assert any("event: done" in line for line in lines)
+        code, log = one.end()
+        assert code == -signal.SIGTERM and "Traceback" not in log and '"level": "error"' not in log
+
+
+def test_when_the_process_that_computes_is_lost_the_server_says_so_and_ends(folder: Path) -> None:
+    with served("--family", str(folder)) as one:
+        answers: list[httpx.Response] = []
+        many = {**ASK, "n": 200, "steps": "inf"}
+        asking = threading.Thread(target=lambda: answers.append(one.client.post("/v1/denoise", json=many)))
+        asking.start()
+        while not one.client.get("/health").json()["rows_in_flight"]:
+            time.sleep(0.01)
+        os.kill(one.child, signal.SIGKILL)
+        asking.join(60)
+        assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "dead"
+        code, log = one.end()
+        errors = [json.loads(line) for line in log.splitlines() if '"level": "error"' in line]
+        assert code == 1 and [error["exit_code"] for error in errors] == [-signal.SIGKILL] and "Traceback" not in log
+
+
+def test_an_interrupt_is_quiet_and_leaves_no_process(folder: Path) -> None:
+    command = [sys.executable, "-m", "relaylm", "serve", "--family", str(folder), "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            child = computing(process.pid)
+            break
+        except ValueError:  # not started yet
+            time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to both, here while the family is loaded
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and said == "relaylm: interrupted\n"
+    assert gone(child)
+
+
+def test_a_family_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "relaylm", "serve", "--family", str(tmp_path / "nothing"), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.startswith("relaylm: ") and len(done.stderr.splitlines()) == 1
