@@ -75,6 +75,8 @@ class Tokenizer(Protocol):
         """The text of a row in which every mask shows as one blank, even if the tokenizer has a token for it."""
         tokens = ids.tolist() if hasattr(ids, "tolist") else [*map(int, ids)]
         blanks = {token for token in {*tokens} if token == mask_id or not self._known(token)}
+        if not blanks:
+            return self._text(tokens)
         runs = ((gone, [*run]) for gone, run in groupby(tokens, key=blanks.__contains__))
         return "".join(blank * len(run) if gone else self._text(run) for gone, run in runs)
 

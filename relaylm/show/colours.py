@@ -56,19 +56,28 @@ def pieces_of(family: Family, tokens_L: np.ndarray) -> list[str]:
     tokenizer: Any = family.tokenizer
     if tokenizer is None:
         return [f"{token} " for token in tokens_L]
-    return [_piece(tokenizer, token, family.mask_id) for token in tokens_L.tolist()]
+    return [*map(_pieces(tokenizer, family.mask_id).__getitem__, tokens_L.tolist())]
 
 
-@lru_cache(maxsize=1 << 17)  # a server asks for the same ones over and over
-def _piece(tokenizer: Any, token: int, mask_id: int) -> str:
-    return _readable(tokenizer, tokenizer.decode_partial([token], mask_id))
+class _Pieces(dict[int, str]):
+    """Tokens by themselves, kept: a server asks for the same ones over and over."""
+
+    def __init__(self, tokenizer: Tokenizer, mask_id: int) -> None:
+        self.tokenizer, self.mask_id = tokenizer, mask_id
+
+    def __missing__(self, token: int) -> str:
+        piece = self[token] = _readable(self.tokenizer, self.tokenizer.decode_partial([token], self.mask_id))
+        return piece
+
+
+_pieces = lru_cache(maxsize=16)(_Pieces)
 
 
 def row_pieces(family: Family, tokens_L: np.ndarray) -> list[str]:
     """As `pieces_of`, for tokens that stand side by side. Where several tokens make one character, the first has it
     and the others are empty."""
     pieces = pieces_of(family, tokens_L)
-    if family.tokenizer is None:
+    if family.tokenizer is None or BROKEN not in "".join(pieces):
         return pieces
     for start, piece in enumerate(pieces):
         for end in range(start + 2, min(start + 8, len(pieces)) + 1) if BROKEN in piece else ():
