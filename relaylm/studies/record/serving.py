@@ -2,9 +2,10 @@
 
     python -m relaylm.studies.record.serving results/serve/cpu.json
 
-Saturation compares 64 clients at once with `relaylm.sample` at the same batch size, in turns, by the clock and by the
-processor time of the process that computes (on a machine that others use as well, only the second is steady). Latency
-is measured with Poisson arrivals at a share of the saturated rate, memory over many small requests.
+Saturation compares 64 clients at once with `relaylm.sample` at the same batch size, in turns, by the clock and by
+processor time (on a machine that others use as well, only the second is steady). By the clock a round counts from its
+64th answer to its last but 64: while all clients ask. What `sample` does counts whole. Latency is measured with Poisson
+arrivals at a share of the saturated rate, memory over many small requests.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
+import re
 import resource
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
-import httpx
 import numpy as np
 import torch
 
@@ -48,7 +51,7 @@ def random_family(folder: Path) -> Path:
 
 @contextmanager
 def served(*words: str) -> Iterator[tuple[str, int]]:
-    """A server in a process of its own: its address and process number."""
+    """A server beside this process: its address and process number."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -58,9 +61,9 @@ def served(*words: str) -> Iterator[tuple[str, int]]:
         address = f"http://127.0.0.1:{port}"
         while True:
             try:
-                httpx.get(f"{address}/health", timeout=5).raise_for_status()
+                urlopen(f"{address}/health", timeout=5).close()
                 break
-            except httpx.HTTPError:
+            except OSError:
                 if process.poll() is not None:
                     raise RuntimeError("the server ended") from None
                 time.sleep(0.2)
@@ -70,52 +73,80 @@ def served(*words: str) -> Iterator[tuple[str, int]]:
         process.wait(60)
 
 
-def processor_seconds(pid: int) -> float:
-    """Processor time of another process so far (Linux)."""
-    parts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(parts[11]) + int(parts[12])) / 100
+def numbers_of(pid: int) -> tuple[float, int]:
+    """Processor seconds so far and bytes of memory of a process and those that it started (Linux)."""
+    seconds, size = 0.0, 0
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (place / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        if place.name == str(pid) or words[1] == str(pid):
+            seconds += (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+            size += int(words[21]) * os.sysconf("SC_PAGE_SIZE")
+    return seconds, size
 
 
-def resident(pid: int) -> int:
-    """Bytes of memory of another process (Linux)."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+Ask = Callable[[dict[str, Any]], Awaitable[tuple[float, dict[str, Any]]]]
 
 
-async def ask(client: httpx.AsyncClient, fields: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """One request: seconds from sending to the whole answer, and the answer."""
-    began = time.perf_counter()
-    answer = await client.post("/v1/denoise", json={**fields, "stream": False})
-    answer.raise_for_status()
-    return time.perf_counter() - began, answer.json()
+@asynccontextmanager
+async def asking(address: str) -> AsyncIterator[Ask]:
+    """A function that makes a request and returns the seconds from sending to the whole answer, and the answer. Plain
+    sockets, as many as there are requests at once: httpx takes more processor time for a request than the server."""
+    host, port = address.removeprefix("http://").split(":")
+    idle: list[Any] = []
+    every: list[Any] = []
 
+    async def ask(fields: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+        began, body = time.perf_counter(), json.dumps({**fields, "stream": False})
+        if not idle:
+            idle.append(await asyncio.open_connection(host, int(port)))
+            every.append(idle[-1])
+        reader, writer = connection = idle.pop()
+        head = f"POST /v1/denoise HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        size = re.search("content-length: (.*)\r", head)
+        answer = await reader.readexactly(int(size[1]) if size else 0)
+        if not head.startswith("http/1.1 200"):
+            raise RuntimeError(f"{head}{answer.decode()}")
+        idle.append(connection)
+        return time.perf_counter() - began, json.loads(answer)
 
-def clients(address: str) -> httpx.AsyncClient:
-    """A client with as many connections as there are requests."""
-    return httpx.AsyncClient(base_url=address, timeout=600, limits=httpx.Limits(max_connections=None))
+    try:
+        yield ask
+    finally:
+        for _, writer in every:
+            writer.close()
 
 
 async def closed(
     address: str, fields: dict[str, Any], at_once: int, each: int, first_seed: int
-) -> list[dict[str, Any]]:
-    """So many clients at once, each with one request after the other; the answers in order of their seeds."""
-    async with clients(address) as client:
+) -> tuple[list[dict[str, Any]], list[float]]:
+    """So many clients at once, each with one request after the other: the answers in order of their seeds, and the
+    times at which answers came, in order."""
+    times: list[float] = []
+    async with asking(address) as ask:
 
         async def one(number: int) -> list[dict[str, Any]]:
-            seeds = range(first_seed + number * each, first_seed + (number + 1) * each)
-            return [(await ask(client, {**fields, "seed": seed}))[1] for seed in seeds]
+            answers = []
+            for seed in range(first_seed + number * each, first_seed + (number + 1) * each):
+                answers.append((await ask({**fields, "seed": seed}))[1])
+                times.append(time.perf_counter())
+            return answers
 
-        return [answer for answers in await asyncio.gather(*map(one, range(at_once))) for answer in answers]
+        return [answer for answers in await asyncio.gather(*map(one, range(at_once))) for answer in answers], times
 
 
 async def poisson(address: str, fields: dict[str, Any], rate: float, requests: int) -> list[float]:
     """Latencies with arrivals at random times, `rate` a second on average."""
     chance = random.Random(0)
-    async with clients(address) as client:
+    async with asking(address) as ask:
 
         async def one(seed: int, at: float) -> float:
             await asyncio.sleep(at)
-            return (await ask(client, {**fields, "seed": seed}))[0]
+            return (await ask({**fields, "seed": seed}))[0]
 
         times = np.cumsum([chance.expovariate(rate) for _ in range(requests)])
         return list(await asyncio.gather(*(one(seed, at) for seed, at in enumerate(times))))
@@ -127,14 +158,15 @@ def saturation(
     """Rows a second of 64 clients with so many requests each, and of `sample`, in turns; a text of each is compared."""
     found: dict[str, list[list[float]]] = {"server": [], "sample": []}
     options = {name: value for name, value in fields.items() if name != "schedule"}
-    batch = asyncio.run(closed(address, fields, 1, 1, 10**6))[0]["relaylm"]["batch_size"]
+    batch = asyncio.run(closed(address, fields, 1, 1, 10**6))[0][0]["relaylm"]["batch_size"]
     rows, same = CLIENTS * each, True
     asyncio.run(closed(address, fields, CLIENTS, 1, 2 * 10**6))  # both warm
     sample(family, fields["schedule"], batch, batch_size=batch, **options)
     for seed in range(0, rounds * rows, rows):
-        clock, spent = time.perf_counter(), processor_seconds(pid)
-        answers = asyncio.run(closed(address, fields, CLIENTS, each, seed))
-        found["server"].append([rows / (time.perf_counter() - clock), (processor_seconds(pid) - spent) / rows])
+        spent = numbers_of(pid)[0]
+        answers, times = asyncio.run(closed(address, fields, CLIENTS, each, seed))
+        middle = (rows - 2 * CLIENTS) / (times[-CLIENTS - 1] - times[CLIENTS - 1])
+        found["server"].append([middle, (numbers_of(pid)[0] - spent) / rows])
         clock, usage = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
         samples = sample(family, fields["schedule"], rows, batch_size=batch, seed=seed, **options)
         seconds, after = time.perf_counter() - clock, resource.getrusage(resource.RUSAGE_SELF)
@@ -169,20 +201,20 @@ def memory(address: str, pid: int, requests: int) -> dict[str, Any]:
     points = []
 
     async def many(first: int, count: int) -> None:
-        async with clients(address) as client:
+        async with asking(address) as ask:
 
             async def one(number: int) -> None:
                 for seed in range(first + number, first + count, 16):
                     schedule = ("light", "L50% H50%", "heavy")[seed % 3]
                     fields = {"length": 4 + seed % 13, "steps": 1 + seed % 2, "schedule": schedule, "seed": seed}
-                    await ask(client, fields)
+                    await ask(fields)
 
             await asyncio.gather(*map(one, range(16)))
 
     step = max(1, requests // 20)
     for first in range(0, requests, step):
         asyncio.run(many(first, step))
-        points.append([first + step, resident(pid)])
+        points.append([first + step, numbers_of(pid)[1]])
     half = len(points) // 2
     growth = points[-1][1] / points[half - 1][1] - 1
     return {"requests": requests, "bytes_after": points, "growth_over_second_half": growth}
@@ -199,7 +231,7 @@ def main() -> None:
     parser.add_argument("--spacing")
     parser.add_argument("--schedule", default="sandwich:50%")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--each", type=int, default=1, help="requests of each client in a round")
+    parser.add_argument("--each", type=int, default=3, help="requests of each client in a round, at least 3")
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--small-requests", type=int, default=10_000)
     args = parser.parse_args()
