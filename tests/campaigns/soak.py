@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from relaylm.studies.record.serving import numbers_of, processes
 from tests.campaigns.common import Campaign
 
 STRETCHES, CLIENTS, PAUSE = 4, 3, 100
@@ -69,10 +70,10 @@ class Server:
         return json.loads(body)["choices"][0]["text"] if status == 200 else f"status {status}: {body[:200]!r}"
 
     def size(self) -> tuple[float, int]:
-        """Megabytes of memory, and open files."""
-        place = Path(f"/proc/{self.process.pid}")
-        pages = int((place / "statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(list((place / "fd").iterdir()))
+        """Megabytes of memory, and open files, of both processes."""
+        places = processes(self.process.pid)
+        files = sum(len(list((place / "fd").iterdir())) for place in places)
+        return numbers_of(self.process.pid)[1] / 2**20, files
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -73,18 +73,26 @@ def served(*words: str) -> Iterator[tuple[str, int]]:
         process.wait(60)
 
 
-def numbers_of(pid: int) -> tuple[float, int]:
-    """Processor seconds so far and bytes of memory of a process and those that it started (Linux)."""
-    seconds, size = 0.0, 0
+def processes(pid: int) -> list[Path]:
+    """A process and those that it started, as folders (Linux)."""
+    found = [Path(f"/proc/{pid}")]
     for place in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (place / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
-            continue
-        if place.name == str(pid) or words[1] == str(pid):
-            seconds += (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-            size += int(words[21]) * os.sysconf("SC_PAGE_SIZE")
-    return seconds, size
+        with suppress(OSError):  # it has ended meanwhile
+            if _words(place)[1] == str(pid):
+                found.append(place)
+    return found
+
+
+def _words(place: Path) -> list[str]:
+    """What the kernel says of a process, from its state on."""
+    return (place / "stat").read_text().rpartition(")")[2].split()
+
+
+def numbers_of(pid: int) -> tuple[float, int]:
+    """Processor seconds so far, and bytes of memory, of a process and those that it started."""
+    each = [_words(place) for place in processes(pid)]
+    ticks, pages = (sum(int(words[at]) for words in each for at in which) for which in ((11, 12), (21,)))
+    return ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE")
 
 
 Ask = Callable[[dict[str, Any]], Awaitable[tuple[float, dict[str, Any]]]]
