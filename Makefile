@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint campaign docs site clean
+.PHONY: help setup demo test test-all lint campaign report docs site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,11 @@ test-all: lint ## the same with the slow tests
 campaign: setup ## kills, faults, fuzz, laws, soak, supply: minutes to hours, results/campaigns
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[campaign,serve]"
 	@for name in supply laws kills faults fuzz soak; do $(BIN)/python tests/campaigns/$$name.py $(CAMPAIGN) || failed=1; done; exit $${failed:-0}
+
+report: setup ## the paper's report from the data in results/reproduce, then the documents
+	rm -rf results/reproduce/figures results/reproduce/tables
+	$(BIN)/python -c "from pathlib import Path; from relaylm.studies.paper.reproduce import report; report(Path('results/reproduce'), records=Path('results'))"
+	$(MAKE) docs
 
 docs: setup ## the generated parts of README.md and docs/, and the site in build/site
 	$(BIN)/python docs/generate.py

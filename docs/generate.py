@@ -153,7 +153,6 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "peaks": partial(tables.reported, name="peaks", columns=PEAKS),
     "float32": partial(tables.reported, name="precision", columns=FLOAT32, schedule="heavy"),
     "compose wiki-char": partial(composed, family="wiki-char"),
-    "compose wiki-bpe": partial(composed, family="wiki-bpe"),
     "commands": commands,
     "python": python_names,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import paper_cost
 
 from relaylm.convert import formats
+from relaylm.models.load import BUNDLED
 from relaylm.studies.paper.document import markdown_table
 
 FAMILIES = {
     "wiki-char": "Wikipedia in 27 symbols, length 256",
     "books-char": "novels in 27 symbols, length 128",
-    "wiki-bpe": "Wikipedia articles, 8,192 BPE entries, length 256 (an earlier training than the bundled one)",
+    "wiki-bpe": "Wikipedia articles, 8,192 BPE entries, length 512",
 }
 SCHEDULES = {
     "heavy": "12 blocks",
@@ -190,24 +192,23 @@ def quality(records: Path) -> str:
 
 
 def rules(records: Path) -> str:
-    """Each decoding rule with the heavy model alone, on two families, beside held-out text."""
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    for name in ("wiki-char", "wiki-bpe"):
-        found = load(records, f"compose/{name}")
-        text = {**found["heldout"], "line": "held-out text", "dial": "", "calls": 0}
-        for row in [*(row for row in found["rows"] if row["schedule"] == "heavy"), text]:
-            cells = rows.setdefault((row["line"], row["dial"]), {"rule": row["line"], "dial": row["dial"]})
-            cells[f"{name}: perplexity"] = f"{row['gen_ppl']:.2f}"
-            cells[f"{name}: entropy of words"] = f"{row['word_entropy']:.3f}"
-            cells[f"{name}: calls"] = f"{row['calls'] / found['n']:.0f}" if row["calls"] else ""
-    return table(list(rows.values()))
+    """Each decoding rule with the heavy model alone, beside held-out text."""
+    rows = []
+    found = load(records, "compose/wiki-char")
+    text = {**found["heldout"], "line": "held-out text", "dial": "", "calls": 0}
+    for row in [*(row for row in found["rows"] if row["schedule"] == "heavy"), text]:
+        cells = {"rule": row["line"], "dial": row["dial"], "perplexity": f"{row['gen_ppl']:.2f}"}
+        cells |= {"entropy of words": f"{row['word_entropy']:.3f}"}
+        rows.append({**cells, "calls": f"{row['calls'] / found['n']:.0f}" if row["calls"] else ""})
+    return table(rows)
 
 
 def equal_compute(records: Path) -> str:
     """Extra log-perplexity of the sandwich, of the tuner's best mixture and of single models, at three savings."""
     rows = []
     for family in FAMILIES:
-        for budget in load(records, f"search/{family}")["all"]:
+        searched = load(records, f"search/{family}")
+        for budget in searched["all"]:
             found = sorted(budget["rows"], key=lambda row: row["against_heavy"]["difference"])
             loss = {
                 r["schedule"]: _hundredths(r["against_heavy"]["difference"], r["against_heavy"]["ci"]) for r in found
@@ -215,16 +216,23 @@ def equal_compute(records: Path) -> str:
             sandwich = next(row for row in found if row["what"] == "sandwich")
             mixed = next(row for row in found if row["kind"] == "mixed")
             alone = [row for row in found if row["kind"] == "rival" and row is not sandwich]
-            heavy = next(row for row in alone if row["schedule"].startswith("12b:"))
-            other = next(row for row in alone if row is not heavy)
-            name, steps = other["what"].replace("b alone", " blocks"), heavy["schedule"].removeprefix("12b:")
+            large = searched["two"]["heavy"]
+            mine = [row for row in alone if row["schedule"].startswith(f"{large}:")]
+            spaced = next((row for row in mine if "spaced" in row["schedule"]), None)
+            heavy = min((row for row in mine if "spaced" not in row["schedule"]), key=lambda row: row["saved"])
+            other = next(row for row in alone if row not in mine and "spaced" not in row["schedule"])
+            name = re.sub(r"^(\d+)b alone|^d(\d+) alone", r"\1\2 blocks", other["what"])
+            steps = heavy["schedule"].removeprefix(f"{large}:")
             name += f" ({other['saved']:.0%} saved)" if other["saved"] > budget["saved"] + 0.03 else ""
             cells = {"family": f"`{family}`", "FLOPs saved": f"{budget['saved']:.0%}"}
             cells |= {"sandwich of 4 and 12 blocks": loss[sandwich["schedule"]]}
             cells |= {"best mixture of the tuner": loss[mixed["schedule"]]}
             cells |= {"12 blocks in fewer steps": f"{steps} steps: {loss[heavy['schedule']]}"}
-            rows.append({**cells, "one smaller model": f"{name}: {loss[other['schedule']]}"})
-    return table(rows)
+            cells |= {"one smaller model": f"{name}: {loss[other['schedule']]}"}
+            far = f"`{spaced['schedule'].split()[-1]}`: {loss[spaced['schedule']]}" if spaced else ""
+            rows.append(cells | {"12 blocks on a spaced plan": far})
+    shown = [key for key in rows[0] if any(row[key] for row in rows)]
+    return table([{key: row[key] for key in shown} for row in rows])
 
 
 def tuner(records: Path) -> str:
@@ -263,12 +271,16 @@ def training(records: Path) -> str:
     """Held-out bits per symbol of three families."""
     rows = []
     for family, text in FAMILIES.items():
-        found = load(records, f"train/{family}")
+        if family == "wiki-bpe":  # which comes with the package, with what its training found
+            about = json.loads((BUNDLED / family / "family.json").read_text(encoding="utf-8"))["meta"]
+            found, form = {"corpus": about["corpus"], "models": about["training"]}, "d{}"
+        else:
+            found, form = load(records, f"train/{family}"), "{}b"
         splits = found["corpus"].get("splits", found["corpus"])
         models, size = found["models"], splits["train"]["tokens"]
-        names = {"4 blocks": "4b", "8 blocks": "8b", "12 blocks": "12b", "judge": "judge"}
-        bits = {title: f"{models[name]['heldout']['bits']:.3f}" for title, name in names.items()}
-        symbols = f"{size / 1e6:.1f}M, {models['12b']['tokens'] / size:.1f} times"
+        names = {f"{depth} blocks": form.format(depth) for depth in (4, 8, 12)} | {"judge": "judge"}
+        bits = {t: f"{models[name]['heldout']['bits']:.3f}" if name in models else "" for t, name in names.items()}
+        symbols = f"{size / 1e6:.1f}M, {models[names['12 blocks']]['tokens'] / size:.1f} times"
         rows.append({"preset": f"`{family}`", "text": text, "symbols": symbols, **bits})
     return table(rows)
 

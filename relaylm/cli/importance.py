@@ -15,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--text", metavar="FILE", help="held-out text (default: the one that comes with the family)")
     add("--states", default="data", choices=("data", "trajectory"), help="corrupted text, or own samples")
     add("--pairs", help="light:heavy pairs separated by commas, or all (default: each against the heaviest)")
+    add("--twin", metavar="FAMILY", help="the same models from another seed: how far two trainings differ")
     add("--timesteps", type=positive, default=20, help="number of even times")
     add("--sequences", type=positive, help="rows at each time (default: 500 on a GPU, 64 on a CPU)")
     add_shared(parser, "plot seed device")
@@ -23,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tools.Result:
     """Measure the disagreement, show it and draw it."""
     from relaylm.measure.estimate import announce_calls
-    from relaylm.measure.importance import importance, render
+    from relaylm.measure.importance import importance, render, second_seeds
+    from relaylm.models.family import Family
 
     tools.check_plot(args.plot)
     pairs: Any = args.pairs
@@ -34,9 +36,10 @@ def run(args: argparse.Namespace) -> tools.Result:
     family = tools.load_family(args)
     text = None if args.states == "trajectory" else tools.token_rows(family, args.text, family.length, args.sequences)
     same = tools.chosen(args, "states timesteps sequences seed")
+    twins = second_seeds(family, Family.load(args.twin, device=args.device)) if args.twin else None
     count = (args.sequences or (500 if family.device.type == "cuda" else 64)) * args.timesteps * len(family.names)
     announce_calls(family, f"{count:,} calls", count, family.length, "--sequences and --timesteps make it shorter")
-    result = importance(family, text, pairs=pairs, progress=True, **same)
+    result = importance(family, text, pairs=pairs, twins=twins, progress=True, **same)
     tools.show(args, render(result))
     if args.plot is not None:
         from relaylm.show.figures import plot_importance

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--text", metavar="FILE", help="held-out text (default: heldout.txt beside the family, if there)")
     add("--second", metavar="FAMILY", help="a family of another corpus, with short rows")
     add("--bpe", metavar="FAMILY", help="a family with a large vocabulary: its schedules, the float32 draw")
+    add("--bpe-twin", metavar="FAMILY", help="models of that family from another seed: how far two trainings differ")
     add("--stages", nargs="+", metavar="FAMILY", help="one pair at several stages of its training")
     add("--records", metavar="FOLDER", help="earlier results, shown where a family cannot (default: results here)")
     add_shared(parser, "judge seed device")
@@ -42,7 +43,8 @@ def run(args: argparse.Namespace) -> tools.Result:
     stages = [source for word in args.stages or () for source in word.split(",")]
     family = tools.load_family(args)
     scale = args.scale if args.scale != "auto" else "gpu" if family.device.type == "cuda" else "cpu"
-    others: dict[str, Any] = {"second": load(args.second), "bpe": load(args.bpe), "stages": list(map(load, stages))}
+    others: dict[str, Any] = {"second": load(args.second), "bpe": load(args.bpe)}
+    others |= {"bpe_twin": load(args.bpe_twin), "stages": list(map(load, stages))}
     same = tools.chosen(args, "store text judge seed records")
     sized = SCALES[scale] if args.samples is None else replace(SCALES[scale], samples=args.samples)
     result = reproduce(family, sized, args.out, only=only or None, progress=True, note=tools.note, **others, **same)

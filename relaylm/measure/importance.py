@@ -8,7 +8,9 @@ paper),
 
 averaged over rows; rows with nothing masked are left out and counted. Two trainings of one network differ too: with a
 twin H' of the heavy model (another seed), kl(H || H') and |loss_H' - loss_H| measure that difference, and the
-*relative* curves subtract it. (The absolute loss difference needs it most: with |M| -> 0 it is all noise.)
+*relative* curves subtract it. (The absolute loss difference needs it most: with |M| -> 0 it is all noise.) A twin L' of
+the light model costs less to train: kl(L || L') stands beside the curve and is not subtracted, as two seeds of a
+smaller network may differ more or less than two of the heavy one.
 
 **States.** `data`: held-out text, masked where u <= 1 - alpha(t). `trajectory`: the states of the heavy model itself
 while it samples, with the tokens it wrote later as x; no text is needed. There the curve has an exact meaning. Let a
@@ -58,6 +60,7 @@ def importance(
     steps: int | None = None,
     seed: int = 0,
     alpha: Alpha = LINEAR,
+    twins: Mapping[str, Any] | None = None,
     batch_size: int | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
@@ -66,7 +69,8 @@ def importance(
     `text` is held-out tokens, as one run or as rows. `pairs` lists (light, heavy) names; None sets each lighter model
     against the family's heavy one, "all" takes every pair. `timesteps` is a number of even times up to 1, or the times.
     `sequences` rows at each time (500 on a GPU, 64 on a CPU unless said). On trajectories `steps` is T (default: the
-    length) and times are moved to its grid. The same rows and the same u serve every time and every model.
+    length) and times are moved to its grid. The same rows and the same u serve every time and every model. `twins` are
+    networks from another seed by the name of the model they are twins of, besides the family's own.
     """
     if states not in STATES:
         raise UserError(f"{states!r} are not states to measure on: choose {' or '.join(STATES)}")
@@ -88,7 +92,7 @@ def importance(
     curves = []
     with progress_bar("importance", len(groups) * len(times), "t", progress) as bar:
         for group in groups:
-            models, everything = _with_twins(family, group)
+            models, everything = _with_twins(family, group, {**family.twins, **(twins or {})})
             if data:
                 u_NL = uniforms(seed, np.arange(len(rows_NL)), length)
                 masked_at = {t: u_NL <= 1 - alpha(t) for t in times}
@@ -117,6 +121,17 @@ def importance(
     }
 
 
+def second_seeds(family: Family, other: Family) -> dict[str, Any]:
+    """The networks of another family that were trained like those of this one from another seed: those of the same
+    name."""
+    found = {name: other.models[name] for name in other.names if name in family.names}
+    if not found:
+        raise UserError(f"the twin has {', '.join(other.names)}, but none of {', '.join(family.names)}")
+    if (other.vocab_size, other.mask_id) != (family.vocab_size, family.mask_id):
+        raise UserError("the twin has another vocabulary: prepare its corpus with the family's own tokenizer")
+    return found
+
+
 def path_kl(pair: Mapping[str, Any], timetable: Timetable, alpha: Alpha = LINEAR) -> float:
     """The divergence in nats of a row's path under the heavy model from that under a timetable of this pair's two
     models, from a curve measured on trajectories (linear between its times, and to 0 at t = 0)."""
@@ -140,7 +155,6 @@ def _curve(
 ) -> dict[str, Any]:
     """One pair's curves, as JSON values."""
     light, heavy = pair
-    twin = (TWIN + heavy, heavy) if (TWIN + heavy, heavy) in pairs else None
     count_TN = np.stack([item.count_N for item in found])
     some_TN = count_TN > 0
     each_TN = np.where(some_TN, 1 / np.maximum(count_TN, 1), math.nan)
@@ -175,9 +189,13 @@ def _curve(
     relative = ("kl_relative", "abs_loss_diff_relative", "kl_base", "abs_loss_diff_base")
     out |= dict.fromkeys(relative) | {f"{name}_ci": None for name in relative}
     out |= {f"peak_t_relative{end}": None for end in ("", "_ci")}
-    if twin is not None:
-        base_TN, wobble_TN = kl(twin), np.abs(loss(twin[0]) - heavy_TN)
-        out |= _means("kl_base", base_TN, skewed=True) | _means("abs_loss_diff_base", wobble_TN, skewed=True)
+    for model, own_TN, end in ((light, light_TN, "_light_base"), (heavy, heavy_TN, "_base")):
+        if (twin := (TWIN + model, model)) not in pairs:
+            continue
+        base_TN, wobble_TN = kl(twin), np.abs(loss(twin[0]) - own_TN)
+        out |= _means(f"kl{end}", base_TN, skewed=True) | _means(f"abs_loss_diff{end}", wobble_TN, skewed=True)
+        if end != "_base":
+            continue
         out |= _means("kl_relative", kl_TN - base_TN) | _means("abs_loss_diff_relative", np.abs(signed_TN) - wobble_TN)
         out |= _peak("peak_t_relative", kl_TN - base_TN, times, weights_RN)
     return out
@@ -250,15 +268,17 @@ def _text_rows(text: np.ndarray | None, length: int, n: int) -> np.ndarray:
     return tokens[:n, :length].astype(np.int64)
 
 
-def _with_twins(family: Family, pairs: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """The models that a group of pairs needs, and the pairs with each heavy model's twin added."""
+def _with_twins(
+    family: Family, pairs: Sequence[tuple[str, str]], twins: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """The models that a group of pairs needs, and the pairs with each model's twin added."""
     names = dict.fromkeys(name for pair in pairs for name in pair)
     models: dict[str, Any] = {name: family.models[name] for name in names}
     everything = list(pairs)
-    for heavy in dict.fromkeys(heavy for _, heavy in pairs):
-        if heavy in family.twins:
-            models[TWIN + heavy] = family.twins[heavy]
-            everything.append((TWIN + heavy, heavy))
+    for name in names:
+        if name in twins:
+            models[TWIN + name] = twins[name]
+            everything.append((TWIN + name, name))
     return models, everything
 
 
@@ -279,6 +299,8 @@ def render(result: Mapping[str, Any]) -> str:
         columns["95%"] = [_span(ci, ".4f") for ci in pair["kl_ci"]]
         if relative is not None:
             columns["relative"] = [_number(value) for value in relative]
+        if pair.get("kl_light_base"):
+            columns[f"two seeds of {pair['light']}"] = [_number(value) for value in pair["kl_light_base"]]
         # Own samples have no true tokens and so no losses; one row has no interval.
         columns = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
         lines += [table(list(columns), list(zip(*columns.values(), strict=True)), text=()), ""]

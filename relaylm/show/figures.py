@@ -43,6 +43,10 @@ def plot_importance(result: Mapping[str, Any], path: str | Path) -> Path:
             if relative and not end:
                 twin = f"two seeds of {pairs[0]['heavy']}"
                 _curve(axes, pairs[0], f"{name}_base", "0.35", "x", twin, linestyle="--")
+            for pair in pairs:
+                if not end and pair.get(f"{name}_light_base"):
+                    twin, colour = f"two seeds of {pair['light']}", colour_of(names.index(pair["light"]))
+                    _curve(axes, pair, f"{name}_light_base", colour, "x", twin, linestyle="--")
             axes.set_xlim(0, 1)
             axes.axhline(0, color="0.6", linewidth=0.8)
             axes.set_xlabel("t   (0: text, 1: all masked)")

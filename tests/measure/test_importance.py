@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from helpers import State, TableDenoiser, _subsets, _write, law_of_steps, masked
 
 from relaylm.core.schedule import Schedule, Timetable
 from relaylm.errors import UserError
-from relaylm.measure.importance import _means, importance, path_kl, render
+from relaylm.measure.importance import _means, importance, path_kl, render, second_seeds
 from relaylm.measure.likelihood import masked_sums
 from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.models.family import Family
@@ -130,6 +131,21 @@ def test_a_model_against_itself_and_its_twin() -> None:
     assert twin["abs_loss_diff_relative"] == pytest.approx([0] * 4, abs=1e-9)
     assert same["kl"] == pytest.approx([0] * 4, abs=1e-9)
     assert same["abs_loss_diff"] == [0] * 4
+
+
+def test_a_twin_of_the_light_model_stands_beside_the_curve() -> None:
+    """Its KL is that of the pair it makes with the light model, and nothing is taken off."""
+    made, other = family(twin=False), Family({"1b": network(1, 7)}, 8, 9, 16)
+    options: dict[str, Any] = {"timesteps": 4, "sequences": 20, "progress": False}
+    out = importance(made, text(), pairs=[("1b", "3b")], twins=second_seeds(made, other), **options)
+    made.models["2b"] = other.models["1b"]
+    by_hand = importance(made, text(), pairs=[("2b", "1b")], **options)
+    (pair,), (seeds,) = out["pairs"], by_hand["pairs"]
+    assert pair["kl_light_base"] == pytest.approx(seeds["kl"]) and min(seeds["kl"]) > 0
+    assert pair["abs_loss_diff_light_base"] == pytest.approx(seeds["abs_loss_diff"])
+    assert pair["kl_relative"] is None and "two seeds of 1b" in render(out)
+    with pytest.raises(UserError, match="none of 1b, 2b, 3b"):
+        second_seeds(made, Family({"4b": network(1, 7)}, 8, 9, 16))
 
 
 def test_without_a_twin_there_is_nothing_relative() -> None:

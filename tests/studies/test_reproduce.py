@@ -22,6 +22,7 @@ import torch
 import relaylm
 from relaylm.cli import main as cli
 from relaylm.errors import UserError
+from relaylm.files import write_json
 from relaylm.measure.compare import compare
 from relaylm.measure.rivals import expected_flops, one_model
 from relaylm.models.denoiser import Architecture, Transformer
@@ -358,6 +359,27 @@ def test_the_tuners_section_shows_fresh_rows_where_there_are_any(tmp_path: Path)
     assert {what for what, front in shown.items() if front} - {"all-heavy"} == {"all models"}
 
 
+def test_searches_of_the_same_tokens_count(tmp_path: Path) -> None:
+    """Records of the very same models add findings: where light segments harm, and what meets the sandwich."""
+    about = {"name": "tokens", "digest": "d"}
+    harm = [-0.4, -0.3, 0, 0.3, 0.4, 0.3, 0, 0, -0.1, -0.2]
+    whole = {"family": about, "steps": 64, "influence": {"d4": harm}}
+    whole |= {"influence_ci": {"d4": [[value - 0.1, value + 0.1] for value in harm]}}
+    beside = {"difference": -0.05, "ci": [-0.07, -0.03], "error": 0.01, "rows": 200}
+    rows = [{"what": "d12 alone in 53 steps", "kind": "rival", "against_sandwich": beside}]
+    rows += [{"what": kind, "kind": kind, "against_sandwich": beside} for kind in ("mixed", "sandwich")]
+    write_json(tmp_path / "search" / "tokens-210.json", whole)
+    tuned = {"family": about, "steps": 64, "all": [{"saved": 1 / 6, "rows": rows}]}
+    write_json(tmp_path / "search" / "tokens.json", tuned)
+    result = experiments.with_searches({"disagreement": {"family": about}}, tmp_path)
+    found = {v.claim.name: v.findings for v in verdicts({"bpe": result})}
+    (middle,), (rival,) = found["Middle steps matter most"], found["Nothing simpler does as well for the same compute"]
+    assert (middle.where, middle.says) == ("BPE, search of 210", True)
+    assert (rival.where, rival.says) == ("BPE, tuner, 17% saved", False)
+    other = {"disagreement": {"family": {**about, "digest": "e"}}}
+    assert experiments.with_searches(other, tmp_path) == other
+
+
 def curve(peak: float, ratio: float, relative: list[float] | None = None) -> dict[str, Any]:
     found = {"light": "4b", "heavy": "12b", "t": [0.05, 0.5, 1.0], "loss_heavy": [3 * ratio, 2.0, 3.0]}
     found |= {"kl": [0.1, 0.2, 0.0], "peak_t": peak, "peak_t_ci": [peak, peak]}
@@ -577,6 +599,7 @@ def test_the_family_of_tokens_has_the_experiments_of_the_first(
     found = data_of(out, "bpe")["result"]
     for name in ("schedules", "disagreement"):
         assert timeless(found[name]) == timeless(data_of(out, name)["result"])
+    assert found["shares"]["n"] == TOY.samples // 2 and found["shares"]["shares"] == [0, 50, 100]
     names = ["bpe", "precision"]
     again = reproduce.reproduce(families["second"], TOY, out, only=names, bpe=families["main"])
     for name in names:

@@ -111,6 +111,13 @@ def _comparisons(data: Data) -> dict[str, Mapping[str, Any]]:
     return found | {f"BPE, T = {T}": both["exact"] for T, both in by_steps.items() if int(T) not in there}
 
 
+def _of_both(data: Data, name: str, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """An experiment's result on the first family and on tokens, as far as they are there, by where it was found."""
+    for place, results in ((where, data), (f"BPE, {where}", data.get("bpe", {}))):
+        if name in results:
+            yield place, results[name]
+
+
 # ------------------------------------------------------------------------------------------------ what is asked
 
 
@@ -122,14 +129,14 @@ def middle_matters(data: Data) -> Iterator[Finding]:
         if item and None not in item["ci"]:
             text = signed((item["difference"], *item["ci"]))
             yield Finding(where, sign(*item["ci"]), f"middle quarters against end quarters {text}")
-    if "search" in data:
-        light, value = next(iter(data["search"]["influence"].items()))
-        ci = data["search"]["influence_ci"][light]
+    for where, found in _of_both(data, "search", "search of 210"):
+        light, value = next(iter(found["influence"].items()))
+        ci = found["influence_ci"][light]
         best, *_, worst = sorted(range(len(value)), key=lambda j: value[j])
         inside = [MIDDLE[0] <= (j + 0.5) / len(value) <= MIDDLE[1] for j in range(len(value))]
         says = inside[worst] and not inside[best] if ci[worst][0] > ci[best][1] else None
         text = f"segment {worst} is most harmful (I = {value[worst]:+.3f}), segment {best} safest ({value[best]:+.3f})"
-        yield Finding("search of 210", says, text)
+        yield Finding(where, says, text)
     curves = {"KL": data.get("disagreement", {})}
     curves |= {"KL, second corpus": data.get("second-corpus", {}).get("disagreement", {})}
     curves |= {"KL, BPE": data.get("bpe", {}).get("disagreement", {})}
@@ -214,15 +221,15 @@ def _half(ci: Sequence[float | None]) -> float:
 def continuous(data: Data) -> Iterator[Finding]:
     """perplexity falls significantly at no light share against the one before, and none pays over three times its share
     of the gap"""
-    if "shares" in data:
-        pairs, labels, shares = (data["shares"][key] for key in ("contrasts", "labels", "shares"))
+    for where, found in _of_both(data, "shares", "light share 0 to 100%"):
+        pairs, labels, shares = (found[key] for key in ("contrasts", "labels", "shares"))
         steps, widths = list(pairwise(labels)), [(b - a) / 100 for a, b in pairwise(shares)]
         whole = against(pairs, labels[-1], labels[0])
         back = sum(sign(*against(pairs, *step[::-1], len(steps))[1:]) is False for step in steps)
         steepest = max(against(pairs, b, a)[0] / whole[0] / width for (a, b), width in zip(steps, widths, strict=True))
         says = False if back or steepest > 3 else True if sign(*whole[1:]) else None
         text = f"{back} of {len(steps)} steps go down; the steepest pays {steepest:.1f} times its share of the gap"
-        yield Finding("light share 0 to 100%", says, text)
+        yield Finding(where, says, text)
 
 
 def deeper_loses_less(data: Data) -> Iterator[Finding]:
@@ -267,6 +274,8 @@ def no_rival_wins(data: Data) -> Iterator[Finding]:
             yield Finding(where, says, text)
     if "tuner" in data:
         yield from _rivals_on_fresh_rows(data["tuner"]["fresh"])
+    if "tuner" in data.get("bpe", {}):
+        yield from _rivals_of_record(data["bpe"]["tuner"]["all"])
 
 
 def rivals_by_budget(fresh: Mapping[str, Any]) -> dict[float, dict[str, Mapping[str, Any]]]:
@@ -285,15 +294,34 @@ def _rivals_on_fresh_rows(fresh: Mapping[str, Any]) -> Iterator[Finding]:
     contests = []
     for rivals in rivals_by_budget(fresh).values():
         if (sandwich := rivals.pop("sandwich", None)) is not None:
-            contests += [(row, sandwich) for row in rivals.values()]
-    pairs = [(row["schedule"], sandwich["schedule"]) for row, sandwich in contests]
-    adjusted = metrics.holm([_chance(*difference(fresh["contrasts"], *pair)) for pair in pairs])
-    for (row, sandwich), pair, p in zip(contests, pairs, adjusted, strict=True):
-        item, level = against(fresh["contrasts"], *pair), p >= 1 - metrics.LEVEL
-        text = f"{row['what']} {signed(item)} against the sandwich on {fresh['n']} fresh rows"
+            for row in rivals.values():
+                value, error, n = difference(fresh["contrasts"], row["schedule"], sandwich["schedule"])
+                contests.append((f"tuner, {sandwich['budget']:.0%} saved", row["what"], value, error, n))
+    yield from _contests(contests)
+
+
+def _rivals_of_record(budgets: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """The same of a record of `studies.record.search`."""
+    contests = []
+    for budget in budgets:
+        for row in budget["rows"]:
+            if row["kind"] == "rival" and row["what"] != "sandwich":
+                item = row["against_sandwich"]
+                where = f"BPE, tuner, {budget['saved']:.0%} saved"
+                contests.append((where, row["what"], item["difference"], item["error"], item["rows"]))
+    yield from _contests(contests)
+
+
+def _contests(contests: Sequence[tuple[str, str, float, float, int]]) -> Iterator[Finding]:
+    """Where, what, and its mean against the sandwich with its standard error over so many rows."""
+    adjusted = metrics.holm([_chance(value, error, rows) for _, _, value, error, rows in contests])
+    for (where, what, value, error, rows), p in zip(contests, adjusted, strict=True):
+        half, level = float(stats.t.ppf(0.975, max(1, rows - 1))) * error, p >= 1 - metrics.LEVEL
+        item = value, value - half, value + half
+        text = f"{what} {signed(item)} against the sandwich on {rows} fresh rows"
         if level and sign(*item[1:]) is not None:
             text += f"; among {len(contests)} contests p = {p:.2f} (Holm)"
-        yield Finding(f"tuner, {sandwich['budget']:.0%} saved", None if level else item[0] > 0, text)
+        yield Finding(where, None if level else value > 0, text)
 
 
 def _chance(value: float, error: float, rows: int) -> float:

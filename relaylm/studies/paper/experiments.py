@@ -24,7 +24,7 @@ from relaylm.core.spacing import expected_calls
 from relaylm.errors import UserError
 from relaylm.measure import metrics
 from relaylm.measure.compare import compare
-from relaylm.measure.importance import importance
+from relaylm.measure.importance import importance, second_seeds
 from relaylm.measure.likelihood import spread_rows
 from relaylm.measure.rivals import SLACK, Entry, expected_flops, one_model, steps_within
 from relaylm.sampling.sample import sample
@@ -32,6 +32,7 @@ from relaylm.search.search import search
 from relaylm.studies.paper import numbers as paper
 from relaylm.studies.paper.contrasts import against, contrasts, numbers, paired
 from relaylm.studies.paper.document import Block
+from relaylm.studies.records import load_record
 
 if TYPE_CHECKING:
     from relaylm.measure.store import Store
@@ -74,7 +75,7 @@ BUDGETS = (0.1, 0.2, 0.3, 0.4, 0.5)
 SMALL: dict[str, Any] = {"prefixes": (4,), "rivals": False}
 SCALES = {
     "cpu": Scale("cpu", 64, 64, 16, 8, 64, 10, (0, 25, 50, 75, 100), 8, 16, (64, 256), 16, (0.2, 0.4), **SMALL),
-    "gpu": Scale("gpu", None, 1600, 160, 400, 500, 20, TENTHS, 256, 64, (256, 1024, 2048), 400, BUDGETS),
+    "gpu": Scale("gpu", None, 1600, 160, 400, 500, 20, TENTHS, 256, 64, (512,), 400, BUDGETS),
     "paper": Scale("paper", None, 1600, 160, 1600, 500, 20, TENTHS, 64, 160, (1000,), 400, BUDGETS, "mdlm"),
 }
 
@@ -91,6 +92,7 @@ class Setup:
     second_text: np.ndarray | None = None
     bpe: Family | None = None  # with a large vocabulary
     bpe_text: np.ndarray | None = None
+    bpe_twin: Family | None = None  # of the same models from another seed
     stages: tuple[Family, ...] = ()  # one pair at several stages of its training
     judge: Any = None
     seed: int = 0
@@ -209,13 +211,18 @@ def disagreement(setup: Setup) -> Result:
     return curves(setup, setup.family, setup.text)
 
 
-def curves(setup: Setup, family: Family, text: np.ndarray | None) -> Result:
-    """The same of any family; on its own trajectories where there is no held-out text."""
+def curves(setup: Setup, family: Family, text: np.ndarray | None, twin: Family | None = None) -> Result:
+    """The same of any family; on its own trajectories where there is no held-out text. Models of `twin` are second
+    seeds of those of the same name."""
     scale, length = setup.scale, setup.length(family)
     options: dict[str, Any] = {"timesteps": scale.timesteps, "sequences": scale.sequences, "progress": setup.progress}
     options |= {"states": "trajectory", "steps": setup.steps(family)} if text is None else {"states": "data"}
-    found = importance(family, text, length=length, seed=setup.seed, **options)
-    missing = [] if family.heavy in family.twins else ["a twin of the heavy model"]
+    twins = {} if twin is None else second_seeds(family, twin)
+    found = importance(family, text, length=length, seed=setup.seed, twins=twins, **options)
+    if twin is not None:
+        trained = {name: (twin.meta.get("training") or {}).get(name) for name in twins}
+        found["twin"] = {"name": twin.name, "digest": twin.digest, "training": trained}
+    missing = [] if family.heavy in {**family.twins, **twins} else ["a twin of the heavy model"]
     return {**found, "missing": missing if text is not None else [*missing, "held-out text"]}
 
 
@@ -229,8 +236,26 @@ def second_corpus(setup: Setup) -> Result:
 
 
 def bpe(setup: Setup) -> Result:
-    """Schedules and KL with a large vocabulary; `setup.family` is the one of `--bpe` here."""
-    return {"schedules": schedules(setup), "disagreement": disagreement(setup)}
+    """Schedules, KL and shares with a large vocabulary; `setup.family` is the one of `--bpe` here."""
+    kl = curves(setup, setup.family, setup.text, setup.bpe_twin)
+    return {"schedules": schedules(setup), "disagreement": kl, "shares": by_share(setup, setup.scale.samples // 2)}
+
+
+def with_searches(result: Result, records: Path | None) -> Result:
+    """The 210 placements and the tuner of the same models, where they are among the records."""
+    about = result.get("disagreement", {}).get("family", {})
+    for key, end in (("search", "-210"), ("tuner", "")):
+        found = load_record(records / "search" / f"{about.get('name')}{end}.json" if records is not None else None)
+        if found is not None and "steps" in found and found["family"]["digest"] == about["digest"]:
+            result = {**result, key: found}
+    return result
+
+
+def by_share(setup: Setup, n: int) -> Result:
+    """The sandwich with more and more light steps."""
+    names = {share: {0: "heavy", 100: "light"}.get(share, f"sandwich:{share}%") for share in setup.scale.shares}
+    found = judged(setup, list(names.values()), n=n, rivals=False)
+    return {**found, "shares": list(names), "labels": list(names.values())}
 
 
 def training(setup: Setup) -> Result:

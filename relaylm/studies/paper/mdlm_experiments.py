@@ -31,7 +31,7 @@ from relaylm.studies.bench.bench import bench
 from relaylm.studies.bench.published import Side, Window, seconds_of
 from relaylm.studies.paper import numbers as paper
 from relaylm.studies.paper.contrasts import contrasts, numbers
-from relaylm.studies.paper.experiments import Result, Setup, depth_of, held_out_rows, judged
+from relaylm.studies.paper.experiments import Result, Setup, by_share, depth_of, held_out_rows, judged
 from relaylm.studies.records import load_record
 
 if TYPE_CHECKING:
@@ -58,10 +58,10 @@ def published_sides(family: Family, names: Sequence[str]) -> dict[str, Side]:
 def shares(setup: Setup) -> Result:
     """The sandwich with more and more light steps: quality, and wall-clock in the engine and in MDLM's sampler."""
     family = setup.family
-    names = {share: {0: "heavy", 100: "light"}.get(share, f"sandwich:{share}%") for share in setup.scale.shares}
-    found = judged(setup, list(names.values()), rivals=False)
+    found = by_share(setup, setup.scale.samples)
     length, steps, rows = setup.length(), setup.steps(), setup.scale.timed_rows
-    bound = {share: Schedule.parse(name).bind(*family.roles()) for share, name in names.items()}
+    named = zip(found["shares"], found["labels"], strict=True)
+    bound = {share: Schedule.parse(name).bind(*family.roles()) for share, name in named}
     sides, batch, given = published_sides(family, family.roles()), min(rows, PUBLISHED_ROWS), np.full(length, -1)
 
     def engine(share: int) -> float:
@@ -74,9 +74,8 @@ def shares(setup: Setup) -> Result:
 
     setup.note("wall-clock by light share")
     sample(family, "sandwich:50%", rows, steps=min(8, steps), given=given)  # warm
-    about = {"shares": list(names), "labels": list(names.values()), "timed_rows": rows}
-    seconds = {f"{run.__name__}_seconds": _up_and_down(run, list(names)) for run in (engine, published)}
-    return {**found, **about, **seconds}
+    seconds = {f"{run.__name__}_seconds": _up_and_down(run, list(bound)) for run in (engine, published)}
+    return {**found, "timed_rows": rows, **seconds}
 
 
 def _up_and_down(run: Callable[[int], float], keys: list[int]) -> dict[str, list[float]]:

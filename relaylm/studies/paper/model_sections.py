@@ -25,8 +25,11 @@ from relaylm.studies.paper.schedule_sections import (
     in_words,
     percent,
     ppl_text,
+    search,
     seven_table,
+    share_table,
     tables_by_light,
+    tuned_table,
 )
 
 CURVES = "KL and loss difference between light and heavy models by time, as in the paper's Figures 4 and 5."
@@ -97,10 +100,19 @@ def _curves(result: Result, figures: Path, name: str, caption: str) -> list[Bloc
             words.append(f"{pair['light']}: nowhere, it is no further from the heavy model than a second seed")
         columns = {"|loss difference|": "abs_loss_diff", "loss difference": "loss_diff", "KL(heavy || light)": "kl"}
         columns |= {"KL of two seeds": "kl_base", "relative KL": "kl_relative"}
+        columns |= {f"KL of two seeds of {pair['light']}": "kl_light_base"} if pair.get("kl_light_base") else {}
         for k, at in enumerate(pair["t"]):
             values = {title: f"{pair[key][k]:.5f}" if pair[key] else "" for title, key in columns.items()}
             rows.append({"light": pair["light"], "t": f"{at:.3f}", **values})
-    base = "less the KL between two seeds of the heavy model" if result["pairs"][0]["kl_relative"] else "without a twin"
+    first = result["pairs"][0]
+    base = (
+        "less the KL between two seeds of the heavy model"
+        if first["kl_relative"]
+        else "without a twin of the heavy model"
+    )
+    if seeds := first.get("kl_light_base"):
+        most = max(base / kl for base, kl in zip(seeds, first["kl"], strict=True) if kl)
+        base += f"; two seeds of {first['light']} differ by at most {most:.0%} of what it differs from {first['heavy']}"
     where = "held-out text" if result["states"] == "data" else "the heavy model's own trajectories"
     text = f"On {where}, {result['sequences']} rows at each time, {base}. The KL peaks at " + "; ".join(words)
     inside = sum(paper.KL_PEAK[0] <= t <= paper.KL_PEAK[1] for t in peaks)
@@ -131,10 +143,13 @@ def second_corpus(result: Result, figures: Path) -> list[Block]:
 
 
 def bpe(result: Result, figures: Path) -> list[Block]:
-    """Schedules and KL on tokens."""
+    """Schedules, KL, shares and searches on tokens, as far as they are there."""
     return [
         *tables_by_light(result["schedules"], figures, "bpe", "The same with a large vocabulary."),
         *_curves(result["disagreement"], figures, "bpe-kl", CURVES),
+        *(share_table(result["shares"], "bpe-shares") if "shares" in result else []),
+        *(search(result["search"], figures, "bpe-search") if "search" in result else []),
+        *(tuned_table(result["tuner"], "bpe-tuner") if "tuner" in result else []),
     ]
 
 

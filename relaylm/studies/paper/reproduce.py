@@ -68,7 +68,8 @@ EXPERIMENTS = (
                ours.disagreement, models.disagreement),
     Experiment("second-corpus", "A second corpus, short rows", f"{paper.LM1B} fig:lm1b-kldiv-plot", SECOND,
                ours.second_corpus, models.second_corpus, others=lambda setup: (setup.second,)),
-    Experiment("bpe", "Tokens in place of characters", "", TOKENS, ours.bpe, models.bpe, on_tokens=True),
+    Experiment("bpe", "Tokens in place of characters", "", TOKENS, ours.bpe, models.bpe, on_tokens=True, edition=2,
+               others=lambda setup: (setup.bpe_twin,), completed=ours.with_searches),
     Experiment("precision", "Exact sampling against MDLM's float32 sampler", "", MANY_TOKENS, mdlm.precision,
                models.precision, on_tokens=True, edition=2),
     Experiment("strides", "Larger strides beside smaller models", "", TWO, ours.strides, show.strides),
@@ -92,6 +93,7 @@ def reproduce(
     text: str | Path | None = None,
     second: Family | None = None,
     bpe: Family | None = None,
+    bpe_twin: Family | None = None,
     stages: Sequence[Family] = (),
     judge: Any = None,
     seed: int = 0,
@@ -102,9 +104,10 @@ def reproduce(
     """Run the experiments (or `only` some), write the report to `out`, and return what was done and the verdicts.
 
     `scale` is cpu, gpu or paper. `text` is a file of held-out text (default: heldout.txt in the family's folder, if
-    there is one). `second`, `bpe` and `stages` are the families that some experiments need beside the first. `records`
-    is a folder of earlier results (default: `results` in the current folder, if it is there). An experiment that fails
-    is noted in the report, the others go on, and an error is raised at the end."""
+    there is one). `second`, `bpe` and `stages` are the families that some experiments need beside the first, `bpe_twin`
+    has models of `bpe` from another seed. `records` is a folder of earlier results (default: `results` in the current
+    folder, if it is there). An experiment that fails is noted in the report, the others go on, and an error is raised
+    at the end."""
     if isinstance(scale, str):
         if scale not in SCALES:
             raise UserError(f"{scale!r} is not a scale: choose {', '.join(SCALES)}")
@@ -117,8 +120,8 @@ def reproduce(
     (folder / "data").mkdir(parents=True, exist_ok=True)
     keep = Store(expand(store) if store is not None else folder / "store") if family.digest else None
     texts = {"text": held_out(family, text), "second_text": held_out(second, None), "bpe_text": held_out(bpe, None)}
-    about: dict[str, Any] = {"second": second, "bpe": bpe, "stages": tuple(stages), "judge": judge, **texts}
-    setup = Setup(family, scale, keep, **about, seed=seed, progress=progress, note=note)
+    about: dict[str, Any] = {"second": second, "bpe": bpe, "bpe_twin": bpe_twin, "stages": tuple(stages), **texts}
+    setup = Setup(family, scale, keep, **about, judge=judge, seed=seed, progress=progress, note=note)
     done: dict[str, Data] = {}
     chosen = [experiment for experiment in EXPERIMENTS if only is None or experiment.name in only]
     if progress:
@@ -186,7 +189,7 @@ def _samples(setup: Setup) -> dict[str, int]:
         "prefixes": 7 * scale.samples * len(scale.prefixes),
         "disagreement": curves,
         "second-corpus": seven + curves,
-        "bpe": seven + curves,
+        "bpe": seven + curves + scale.samples // 2 * len(scale.shares),
         "precision": scale.precision_samples * sum(scale.precision_steps) // setup.length(),
         "strides": 17 * scale.stride_samples,
         "spaced": 4 * scale.samples,  # seventeen schedules in far fewer calls

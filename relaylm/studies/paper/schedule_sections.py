@@ -146,7 +146,7 @@ def tables_by_light(result: Result, figures: Path, name: str, caption: str) -> l
     return blocks
 
 
-def search(result: Result, figures: Path) -> list[Block]:
+def search(result: Result, figures: Path, name: str = "search") -> list[Block]:
     """All 210 placements of light segments."""
     light = next(iter(result["influence"]))
     influence, ci, top, bottom = (
@@ -176,9 +176,9 @@ def search(result: Result, figures: Path) -> list[Block]:
     ]
     return [
         text,
-        Figure(plot_search(result, figures / "search.png"), caption),
-        Table.of("search-segments", "Segments", segments),
-        Table.of("search-extremes", "Five best and worst by log-perplexity (1: light)", extremes),
+        Figure(plot_search(result, figures / f"{name}.png"), caption),
+        Table.of(f"{name}-segments", "Segments", segments),
+        Table.of(f"{name}-extremes", "Five best and worst by log-perplexity (1: light)", extremes),
     ]
 
 
@@ -211,24 +211,18 @@ def depths(result: Result, figures: Path) -> list[Block]:
 
 def shares(result: Result, figures: Path) -> list[Block]:
     """More and more light steps: quality, and time in both samplers."""
-    by, shares = by_name(result["rows"]), result["shares"]
+    by, shares, table = by_name(result["rows"]), result["shares"], []
     mean = {key: {s: float(np.mean(result[key][str(s)])) for s in shares} for key in SECONDS}
     saved = {key: {s: 1 - mean[key][s] / mean[key][shares[0]] for s in shares} for key in SECONDS}
     engine, published = SECONDS
-    table = []
-    for share, label in zip(shares, result["labels"], strict=True):
-        row, (ppl, flops, seconds, speedup) = by[label], (f"{v}" for v in paper.SHARES.get(share, [""] * 4))
-        cells = {"% light steps": str(share), "Gen. PPL (95%)": ppl_text(row), "entropy": entropy_text(row)}
-        cells |= {"gap paid": percent(row.get("gap_paid")), "blocks saved": percent(row["blocks_saved"])}
-        cells |= {"FLOPs saved": percent(row["flops_saved"]), "engine, s": f"{mean[engine][share]:.2f}"}
-        cells |= {"time saved": percent(saved[engine][share]), "MDLM's sampler, s": f"{mean[published][share]:.2f}"}
-        cells |= {"time saved there": percent(saved[published][share]), "paper's PPL": ppl}
-        cells |= {
-            "paper's FLOPs": flops and f"{flops}%",
-            "paper's s": seconds,
-            "paper's speedup": speedup and f"{speedup}%",
-        }
-        table.append(cells)
+    for share, cells in zip(shares, _share_rows(result), strict=True):
+        seconds, speedup = (f"{v}" for v in paper.SHARES.get(share, [""] * 4)[2:])
+        times = {"engine, s": f"{mean[engine][share]:.2f}", "time saved": percent(saved[engine][share])}
+        times |= {"MDLM's sampler, s": f"{mean[published][share]:.2f}"}
+        times |= {"time saved there": percent(saved[published][share])}
+        printed = {key: cells.pop(key) for key in list(cells) if key.startswith("paper's")}
+        printed |= {"paper's s": seconds, "paper's speedup": speedup and f"{speedup}%"}
+        table.append(cells | times | printed)
     ours, theirs = (f"{saved[key][shares[-1]]:.1%}" for key in SECONDS)
     words = f"All-light saves {ours} of the engine's time and {theirs} of MDLM's sampler's, on this vocabulary; the "
     words += f"paper's column says {paper.SHARES[100][3]}% (its output layer has 50,258 columns). "
@@ -249,6 +243,23 @@ def shares(result: Result, figures: Path) -> list[Block]:
         Figure(draw.share_curves(result, by, figures / "shares.png"), caption),
         Table.of("shares", "The share of light steps, beside the paper's Table 2", table),
     ]
+
+
+def share_table(result: Result, name: str) -> list[Block]:
+    """The quality alone."""
+    caption = "The share of light steps, beside the paper's Table 2"
+    return [about_samples(result), Table.of(name, caption, _share_rows(result))]
+
+
+def _share_rows(result: Result) -> list[dict[str, str]]:
+    by, rows = by_name(result["rows"]), []
+    for share, label in zip(result["shares"], result["labels"], strict=True):
+        row, (ppl, flops) = by[label], (f"{v}" for v in paper.SHARES.get(share, [""] * 4)[:2])
+        cells = {"% light steps": str(share), "Gen. PPL (95%)": ppl_text(row), "entropy": entropy_text(row)}
+        cells |= {"gap paid": percent(row.get("gap_paid")), "blocks saved": percent(row["blocks_saved"])}
+        cells |= {"FLOPs saved": percent(row["flops_saved"]), "paper's PPL": ppl}
+        rows.append({**cells, "paper's FLOPs": flops and f"{flops}%"})
+    return rows
 
 
 def prefixes(result: Result, figures: Path) -> list[Block]:
@@ -347,6 +358,23 @@ def tuner(result: Result, figures: Path) -> list[Block]:
         Figure(draw.front(result, figures / "tuner.png"), caption),
         _fresh_table(fresh),
     ]
+
+
+def tuned_table(record: Result, name: str) -> list[Block]:
+    """What the tuner and its rivals lose on fresh rows, from a record of `studies.record.search`."""
+    rows = []
+    for budget in record["all"]:
+        for row in budget["rows"]:
+            items = {key: row[f"against_{key}"] for key in ("heavy", "sandwich")}
+            loss = {key: signed((item["difference"], *item["ci"])) for key, item in items.items()}
+            cells = {"to save": percent(budget["saved"], 0), "schedule": row["schedule"], "what": row["what"]}
+            cells |= {"recommended": "yes" if row["recommended"] else "", "saved": percent(row["saved"])}
+            cells |= {"Mean PPL": f"{row['mean_ppl']:.3f}", "log-PPL against heavy": loss["heavy"]}
+            rows.append(cells | {"against the sandwich": "" if row["what"] == "sandwich" else loss["sandwich"]})
+    verdicts = " ".join(f"To save {percent(budget['saved'], 0)}: {budget['verdict']}" for budget in record["all"])
+    fresh = record["all"][0]["rows"][0]["against_heavy"]["rows"]
+    text = f"The tuner, T = {record['steps']}. {verdicts} In the table all are judged on {fresh} fresh rows."
+    return [text, Table.of(name, "What the tuner finds on tokens, on fresh rows", rows)]
 
 
 def _best_on_fresh_rows(fresh: Result) -> str:

@@ -4,8 +4,8 @@
 
 Two questions, each answered on rows that no search has seen (another seed):
 
-    two    light and heavy model, four light segments of ten: all 210 schedules on 160 rows, the best 20 again on 400;
-           then the tuner with five seeds, each with a tenth of the calls that the 210 would take one by one. Its
+    two    light and heavy model, four light segments of ten: all 210 schedules on N rows (160), the best 20 again on
+           5N/2; then the tuner with five seeds, each with a tenth of the calls that the 210 would take one by one. Its
            schedules stand beside the winner and the worst of the 210.
     all    every model of the family, step density too, at three savings: what the tuner recommends beside the sandwich,
            each model alone in as many steps as the budget allows, and the best schedule of each kind that raced.
@@ -35,8 +35,6 @@ from relaylm.show.search import plot_search
 from relaylm.studies.paper.contrasts import numbers, paired
 
 FRESH_SEED = 1000
-ROWS = 3300  # the calls of the tuner, in samples
-FRESH = 1600  # rows of the comparisons
 
 
 def main() -> None:
@@ -47,12 +45,17 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--only", choices=("two", "all"), help="one of the questions")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, help="T (default: as many as positions)")
+    parser.add_argument("--n", type=int, default=160, help="rows of each of the 210; the tuner's calls follow from it")
+    parser.add_argument("--fresh", type=int, default=1600, help="rows of the comparisons")
     parser.add_argument("--draw", action="store_true", help="only the figures, from what is there")
     options = parser.parse_args()
     file = options.out / "search.json"
     if not options.draw:
         family = Family.load(options.family, device=options.device)
+        options.steps = options.steps or family.length
         about = {"family": {"name": family.name, "digest": family.digest}, "seed": 0, "fresh_seed": FRESH_SEED}
+        about |= {"steps": options.steps, "n": options.n, "fresh": options.fresh}
         known = json.loads(file.read_text()) if file.is_file() else {}
         kept = {name: known[name] for name in ("two", "all") if name in known}
         for name, question in (("two", two_models), ("all", all_models)):
@@ -65,7 +68,7 @@ def main() -> None:
 def found_by(family: Family, options: argparse.Namespace, label: str, method: str, **question: Any) -> dict[str, Any]:
     """A search, through the store; all of its result goes to a file."""
     store = Store(options.out / "store" / label)
-    result = search(family, method, store=store, progress=True, **question)
+    result = search(family, method, steps=options.steps, store=store, progress=True, **question)
     write_json(options.out / "searches" / f"{label}.json", {**result, **how_made(family.device)})
     print(f"{label}: {result['verdict']}", flush=True)
     return result
@@ -75,7 +78,8 @@ def log_ppls(family: Family, options: argparse.Namespace, schedules: list[str]) 
     """Log-perplexity of each fresh row under each schedule, paired."""
     unique = list(dict.fromkeys(schedules))
     store = Store(options.out / "store" / "fresh")
-    result = compare(family, unique, FRESH, seed=FRESH_SEED, rivals=False, store=store)
+    # With steps None each schedule takes its own number, and the first gives that of the anchors.
+    result = compare(family, unique, options.fresh, seed=FRESH_SEED, rivals=False, store=store, progress=True)
     return {name: numbers(row["log_ppls"]) for name, row in zip(unique, result["rows"], strict=False)}
 
 
@@ -84,12 +88,17 @@ def mean_ppl(log_n: np.ndarray) -> float:
     return float(np.nanmean(np.exp(log_n)))
 
 
+def _rows(options: argparse.Namespace) -> int:
+    """The calls of the tuner, in samples: just under a tenth of 210 schedules."""
+    return 20 * options.n + 5 * options.n // 8
+
+
 def two_models(family: Family, options: argparse.Namespace) -> dict[str, Any]:
     """The first question."""
     light, heavy = family.roles()
     question: dict[str, Any] = {"light_segments": 4, "models": [light, heavy]}
-    whole = found_by(family, options, "all-210", "exhaustive", n=160, confirm=400, seed=0, **question)
-    question |= {"densities": [1], "rows": ROWS}
+    whole = found_by(family, options, "all-210", "exhaustive", n=options.n, confirm=5 * options.n // 2, **question)
+    question |= {"densities": [1], "rows": _rows(options)}
     tuned = [found_by(family, options, f"tune-{k}", "tune", seed=k, **question) for k in range(options.seeds)]
     best, worst = whole["schedule"], whole["schedules"][-1]["schedule"]
     logs = log_ppls(family, options, [best, worst, *(result["schedule"] for result in tuned)])
@@ -127,7 +136,7 @@ def all_models(family: Family, options: argparse.Namespace) -> list[dict[str, An
     found = []
     for saved in (1 / 6, 1 / 3, 1 / 2):
         label = f"tune-all-{100 * saved:.0f}"
-        result = found_by(family, options, label, "tune", budget=saved, rows=2 * ROWS, seed=0)
+        result = found_by(family, options, label, "tune", budget=saved, rows=2 * _rows(options))
         contenders = {row["schedule"]: row for row in result["tuned"]["stages"]["race"]["contenders"]}
         chosen, heavy = result["schedule"], f"{family.heavy}:{result['steps']}"
         named = {chosen: {"what": "recommended", **result["recommendation"]}}
