@@ -111,8 +111,11 @@ def _curves(result: Result, figures: Path, name: str, caption: str) -> list[Bloc
         else "without a twin of the heavy model"
     )
     if seeds := first.get("kl_light_base"):
-        most = max(base / kl for base, kl in zip(seeds, first["kl"], strict=True) if kl)
-        base += f"; two seeds of {first['light']} differ by at most {most:.0%} of what it differs from {first['heavy']}"
+        kl, most = max(zip(first["kl"], seeds, strict=True))
+        base += (
+            f"; where {first['light']} is furthest from {first['heavy']}, by {kl:.3f} nats, two seeds of it differ by "
+        )
+        base += f"{most:.3f}"
     where = "held-out text" if result["states"] == "data" else "the heavy model's own trajectories"
     text = f"On {where}, {result['sequences']} rows at each time, {base}. The KL peaks at " + "; ".join(words)
     inside = sum(paper.KL_PEAK[0] <= t <= paper.KL_PEAK[1] for t in peaks)
