@@ -12,7 +12,7 @@ from typing import Any
 import paper_cost
 
 from relaylm.convert import formats
-from relaylm.models.load import BUNDLED
+from relaylm.models.family import BUNDLED
 from relaylm.studies.paper.document import markdown_table
 
 FAMILIES = {
