@@ -101,7 +101,7 @@ Ask = Callable[[dict[str, Any]], Awaitable[tuple[float, dict[str, Any]]]]
 @asynccontextmanager
 async def asking(address: str) -> AsyncIterator[Ask]:
     """A function that makes a request and returns the seconds from sending to the whole answer, and the answer. Plain
-    sockets, as many as there are requests at once: httpx takes more processor time for a request than the server."""
+    sockets, as many as there are requests at once: httpx takes several times their processor time."""
     host, port = address.removeprefix("http://").split(":")
     idle: list[Any] = []
     every: list[Any] = []
