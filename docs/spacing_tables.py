@@ -19,7 +19,7 @@ FIRST = {  # cells of README's table: T = L, as few uniform steps as the spacing
     "wiki-char": ("uniform:256", "uniform:16", "heavy spaced:11", "surest:11"),
 }
 UNITS = {"wiki-bpe": "tokens", "wiki-char": "characters"}
-MIXED = ("light-first", "sandwich", "light-last", "smaller")
+MIXED = ("light-first", "sandwich", "light-last", "smaller", "tuner")
 
 
 def spacing(records: Path) -> str:
@@ -71,18 +71,21 @@ def mixtures(records: Path) -> str:
     for path in _records(records):
         cells = load(records, f"front/{path.stem}")["cells"]
         for kind in MIXED:
+            own = {cell["level"]: cell["against_sets"] for cell in cells if cell["kind"] == kind}
             row = {"family": f"`{path.stem}`", "against spaced sets of the heavy model": KINDS[kind]}
             for level in (0.8, 0.9, 0.95):
-                own = next(cell["against_sets"] for cell in cells if (cell["kind"], cell["level"]) == (kind, level))
-                row[f"{level:.0%} saved"] = f"{_shown(own['samples'])}; {_shown(own['bound'])}"
-            rows.append(row)
+                found = own.get(level)
+                row[f"{level:.0%} saved"] = f"{_shown(found['samples'])}; {_shown(found['bound'])}" if found else ""
+            rows += [row] if any(own.values()) else []
     return table(rows)
 
 
 def predicted(records: Path) -> str:
     """How well the tables of pairs predict losses."""
     rows = []
-    for name in ("wiki-char", "wiki-bpe"):
+    for name in ("wiki-char", "books-char", "wiki-bpe"):
+        if not (records / "spacing" / f"{name}.json").exists():
+            continue
         found = load(records, f"spacing/{name}")
         both = [p for p in found["plans"] if p["predicted"] is not None]
         row = {"family": f"`{name}`", "plans": str(len(both)), "rows of text": str(found["rows"])}

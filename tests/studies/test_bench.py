@@ -27,7 +27,7 @@ KEYS = set(
     """device reference_ms_per_row_step reference_cache_ms_per_row_step reference_compiled_ms_per_row_step
 engine_ms_per_row_step speedup speedup_light peak_memory_reference peak_memory_engine matmul_tflops fraction_of_limit
 kl_to_fp32 breakdown ar_tokens_per_s shares slope bound_1_over_alpha paper_slip_1_over_1_minus_alpha growth
-trajectory_check spaced latency machine versions seed command commit settings errors seconds_total""".split()  # noqa: SIM905
+trajectory_check spaced latency rules machine versions seed command commit settings errors seconds_total""".split()  # noqa: SIM905
 )
 TOY: dict[str, Any] = {
     "device": "cpu",
@@ -305,3 +305,14 @@ def test_spaced_plans_and_one_row(result: dict[str, Any]) -> None:
     assert {"MDLM's sampler", "causal, with a cache", "spaced:2", "spaced:8"} <= set(result["latency"])
     text = render(result)
     assert "D = 8" in text and "one row of 16" in text
+
+
+def test_rules_that_look_at_entropies(result: dict[str, Any]) -> None:
+    """Fewer looks cost fewer operations, and none fewer still; a row is written in at most as many calls as it has
+    positions."""
+    found = result["rules"]
+    assert list(found)[:-1] == ["spaced:2", "surest:2", "surest:2:2", "surest:2:4"]
+    assert list(found)[-1].startswith("eb:") and all(1 <= entry["calls_per_row"] <= 16 for entry in found.values())
+    head = {name: e["gflop_per_row"] / e["calls_per_row"] for name, e in found.items()}
+    assert head["spaced:2"] < head["surest:2:4"] <= head["surest:2:2"] < head["surest:2"]
+    assert "surest:2:4" in render(result)

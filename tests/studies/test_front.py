@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from relaylm.errors import UserError
 from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.models.family import Family
 from relaylm.models.folder import save_family
 from relaylm.models.tokenizer import Text8Tokenizer
 from relaylm.sampling.sample import sample
+from relaylm.search.search import search
 from relaylm.studies.record import front
 
 LENGTH = 32
@@ -71,7 +73,7 @@ def test_a_front_is_within_its_levels_and_resumes(
     assert cells["reference", None]["samples"]["loss"] == 0 == cells["reference", None]["saved"]
     assert cells["inf", None]["calls"] == LENGTH and cells["inf", None]["n"] == 2
     for kind in front.KINDS:
-        for level in (0.5, 0.8) if kind != "inf" else ():
+        for level in (0.5, 0.8) if kind not in ("inf", "tuner") else ():
             if (cell := cells.get((kind, level))) is None:
                 assert level == 0.8 and kind in ("prefix", "dus")  # too few positions to be so cheap
                 continue
@@ -85,6 +87,17 @@ def test_a_front_is_within_its_levels_and_resumes(
         assert [timeless(cell) for cell in run(*levels)["cells"]] == [timeless(cell) for cell in first["cells"]]
     more = run("--kinds", "none", "--also", "L25% H75% spaced:4")
     assert len(more["cells"]) == len(first["cells"]) + 1 and more["cells"][-1]["kind"] == "also"
+    family, found = Family.load(folder, device="cpu"), tmp_path / "search.json"
+    chosen = search(family, budget="0.5:0.8:0.15", quick=True, segments=4, progress=False)
+    found.write_text(json.dumps(chosen))
+    more = run(*levels, "--kinds", "sets", "--also", f"@{found}")
+    tuned = [cell for cell in more["cells"] if cell["kind"] == "tuner"]
+    assert [cell["level"] for cell in tuned] == [0.5, 0.8]  # 65% is no level here
+    assert [cell["label"] for cell in tuned] == [chosen["front"][k]["schedule"] for k in (0, 2)]
+    assert tuned[1]["against_sets"]["label"] == cells["sets", 0.8]["label"]
+    found.write_text(json.dumps({**chosen, "steps": 8}))
+    with pytest.raises(UserError, match="T = 32"):
+        run("--kinds", "none", "--also", f"@{found}")
     run("--draw")
     assert out.with_suffix(".svg").stat().st_size > 1000
 

@@ -6,7 +6,8 @@ On the same weights (random ones, or a family's):
   consecutive steps at three noise levels, and over one trajectory from end to end as a check. Also with its cache, and
   under `torch.compile`, which separates the engine's gain from the compiler's.
 - **engine**: `denoise` from end to end, plan and queue included, on the folded network.
-- **spaced**, **latency**: `denoise` on spaced plans, and one row from end to end beside the others.
+- **spaced**, **latency**, **rules**: `denoise` on spaced plans, one row from end to end beside the others, and rules
+  that look at entropies.
 - **autoregressive**: a causal network of the same size with a static key/value cache. At large T and batch it wins.
 
 Times are in milliseconds per row-step: one row (sample), one of its T steps. Parts that fail leave null and a line in
@@ -35,14 +36,14 @@ from relaylm.studies.bench.published import Side, best_batch, dtype_of, free_mem
 
 PARTS = (
     *("cache", "compiled", "trajectory", "shares", "memory", "breakdown", "kl", "rival", "growth", "bound"),
-    *("spaced", "latency"),
+    *("spaced", "latency", "rules"),
 )
 # What a result always has; null where it was not measured.
 FIGURES = """reference_ms_per_row_step reference_cache_ms_per_row_step reference_compiled_ms_per_row_step
 reference_cache_batch reference_compiled_batch engine_ms_per_row_step speedup speedup_light speedup_over_cache
 speedup_over_compiled peak_memory_reference peak_memory_engine peak_memory_batch matmul_tflops fraction_of_limit
 kl_to_fp32 kl breakdown breakdown_light ar_tokens_per_s engine_tokens_per_s shares slope shares_measured_on alpha
-bound_1_over_alpha paper_slip_1_over_1_minus_alpha growth trajectory_check spaced latency""".split()  # noqa: SIM905
+bound_1_over_alpha paper_slip_1_over_1_minus_alpha growth trajectory_check spaced latency rules""".split()  # noqa: SIM905
 
 
 @dataclass
@@ -166,6 +167,7 @@ def _measured(job: Job, run: Runner, quick: bool) -> dict[str, Any]:
     compiled = found.get("reference_compiled_ms_per_row_step") is not None
     one_row = lambda: spaced_parts.latency(job, alone, causal_rate, compiled)  # noqa: E731
     found |= run("latency of one row", one_row, "latency")
+    found |= run("rules", lambda: spaced_parts.rules(job), "rules")
     return found | run("bound", lambda: theirs.bound(job, heavy, step_ms), "bound")
 
 
@@ -260,6 +262,10 @@ def render(result: dict[str, Any]) -> str:
             for e in entries
         ]
         lines += ["", table(head, by_distance)]
+    if found := get("rules"):
+        columns = {"calls_per_row": ".1f", "rows_per_second": ".3g", "gflop_per_row": ",.0f"}
+        of_rules = [(name, *(_show(e[k], form) for k, form in columns.items())) for name, e in found.items()]
+        lines += ["", table(["plan or rule", "calls a row", "rows a second", "GFLOP a row"], of_rules)]
     if found := get("latency"):
         rows_of = [(name, f"{e['ms']:.4g}", f"{e['calls']}") for name, e in found.items()]
         lines += ["", table([f"one row of {s['length']}", "milliseconds", "calls"], rows_of)]

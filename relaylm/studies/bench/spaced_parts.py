@@ -6,6 +6,9 @@ are 40 at L = 1024 and in proportion at other lengths, a quarter and four times 
 **Latency** is that of one row, plan and queue included, with what an earlier row captured. MDLM's sampler takes T steps
 of its window's time at batch 1, plain and compiled; the causal rival writes L tokens at batch 1 with its cache.
 
+**Rules** that look at entropies need the head at every masked position, where a spaced plan needs it at due ones only:
+`rules` has both in the same run, and what every second or fourth look costs.
+
 Shapes: L positions, T steps, D distance.
 """
 
@@ -18,11 +21,15 @@ from typing import Any
 
 from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Schedule, Spacing
-from relaylm.core.spacing import spaced_events
+from relaylm.core.spacing import positions_per_call, spaced_events
+from relaylm.sampling.confidence import decode
+from relaylm.sampling.denoise import denoise
 from relaylm.sampling.engine import Engine
 from relaylm.sampling.law import Law
 from relaylm.sampling.parallel import denoise_ahead
 from relaylm.sampling.queue import call_shapes
+from relaylm.sampling.result import Samples
+from relaylm.sampling.rules import parse_rule
 from relaylm.studies.bench.engine_parts import executed_flops
 from relaylm.studies.bench.job import HEAVY, Job
 from relaylm.studies.bench.published import seconds_of
@@ -76,6 +83,27 @@ def spaced(job: Job, reference_ms: float | None, tflops: float | None) -> dict[s
             }
         )
     return {"spaced": found}
+
+
+def rules(job: Job) -> dict[str, Any]:
+    """Rows a second of the heavy model on the spaced plan of the middle distance and under rules that look at
+    entropies, capture included, with the operations that are counted. EB-Sampler's bound allows about as many positions
+    a call as the plan has, with entropies as large as random weights give."""
+    distance, models = max(2, round(AT * job.length)), {"heavy": job.heavy.engine}
+    plan, found = make_plan(job.rows, job.length, job.seed), {}
+    options: dict[str, Any] = {"batch_size": job.batch, "device": job.device, "mask_id": job.heavy.engine.mask_id}
+    gamma = (positions_per_call(job.length, Spacing(distance)) - 1) * math.log(job.heavy.engine.architecture.vocab_size)
+    for text in (None, *(f"surest:{distance}{every}" for every in ("", ":2", ":4")), f"eb:{gamma:.3g}"):
+
+        def run(text: str | None = text) -> Samples:
+            if text is None:
+                return denoise(models, _spaced(distance), plan, **options)
+            return decode(models, HEAVY, plan, parse_rule(text), **options)
+
+        seconds, samples = min((_timed(run, job) for _ in range(1 + job.effort.runs)), key=lambda timed: timed[0])
+        each = {"calls_per_row": samples.cost.total_calls / job.rows, "rows_per_second": job.rows / seconds}
+        found[text or f"spaced:{distance}"] = {**each, "gflop_per_row": samples.cost.flops / job.rows / 1e9}
+    return {"rules": found}
 
 
 def latency(job: Job, reference_ms: float | None, causal_tokens_per_s: float | None, compiled: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What each way of saving compute loses: quality over operations saved, by who computes and what is written together.
 
     python -m relaylm.studies.record.front FAMILY OUT.json [--n 1600] [--bound-rows 160] [--levels 50,67,80,90,95]
-        [--kinds sets,uniform,...] [--also "SCHEDULE"] [--device auto] [--store FOLDER]
+        [--kinds sets,uniform,...] [--also "SCHEDULE"] [--also @SEARCH.json] [--device auto] [--store FOLDER]
     python -m relaylm.studies.record.front FAMILY OUT.json --draw
 
 A cell is one kind at one level, the share of operations to be saved against the heavy model in as many uniform steps as
@@ -13,7 +13,9 @@ of log-perplexity, and of a nat for one position. `against_sets` is the same aga
 
 Cells with many calls, or slow ones, have a quarter of the rows (`n` of a cell says how many). OUT.json is written after
 every cell. Samples and bounds go through the store, so the same command resumes; cells of OUT.json that a command does
-not name stay in it. With `--draw` only the figure is made, OUT.svg.
+not name stay in it, if it is about the same family, rows and precision. `--also @SEARCH.json` takes what a search
+(`relaylm search --json`) chose at those of its budgets that are levels here; with `--kinds sets` the choice is compared
+with spaced sets, too. With `--draw` only the figure is made, OUT.svg.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from relaylm.models.family import Family
 from relaylm.sampling.result import reference_flops
 from relaylm.sampling.rules import RULES, level_calls, llada_counts, parse_rule
 from relaylm.sampling.sample import sample
-from relaylm.show.colours import BLACK, BROWN, COLOURS, MARKERS, RED, VIOLET
+from relaylm.show.colours import BLACK, BROWN, COLOURS, MARKERS, PINK, RED, VIOLET
 from relaylm.show.figures import new_figure, save_figure
 from relaylm.studies.paper.contrasts import paired
 
@@ -68,6 +70,7 @@ KINDS = {  # in the order in which they are measured
     "dus": "DUS",
     "eb": "EB-Sampler",
     "low-confidence": "low-confidence",
+    "tuner": "the tuner's choice",  # by --also @SEARCH.json
 }
 
 
@@ -173,6 +176,8 @@ def loss(by: dict[str, np.ndarray], label: str, other: str) -> dict[str, Any]:
 
 def cells_of(study: Study, kind: str, levels: Sequence[float]) -> Iterator[Cell]:
     """The cells of a kind, one for each level that it can reach. (At distance 1 a spacing writes all in one call.)"""
+    if kind == "tuner":
+        return
     if kind == "inf":
         yield Cell(kind, "uniform:inf", SampleSpec(one_model(study.heavy), math.inf))
         return
@@ -291,6 +296,17 @@ def other_cell(study: Study, text: str, levels: Sequence[float]) -> Cell:
     return Cell("also", text, SampleSpec(schedule, steps), min(levels, key=lambda level: abs(level - saved)))
 
 
+def tuned_cells(study: Study, path: Path, levels: Sequence[float]) -> Iterator[Cell]:
+    """A cell for each budget of a search that is a level."""
+    found = json.loads(path.read_text())
+    if (found["family"]["digest"], found["steps"]) != (study.family.digest, study.length):
+        raise UserError(f"{path} is not a search of this family from T = {study.length} steps")
+    for limit, choice in zip(found["goals"], found.get("front") or [found], strict=False):
+        for level in levels:
+            if abs(1 - limit / found["all_heavy_price"] - level) < 1e-6:
+                yield replace(other_cell(study, choice["schedule"], levels), kind="tuner", level=level)
+
+
 # ------------------------------------------------------------------------------------------------ the command
 
 
@@ -303,7 +319,7 @@ def main() -> None:
     parser.add_argument("--bound-rows", type=int, default=160)
     parser.add_argument("--levels", default="50,67,80,90,95", help="operations to be saved, per cent")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}; none for --also alone")
-    parser.add_argument("--also", action="append", default=[], metavar="SCHEDULE", help="a schedule or a rule besides")
+    parser.add_argument("--also", action="append", default=[], metavar="WHAT", help="schedule, rule or @SEARCH.json")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--store", type=Path, help="samples and bounds (default: OUT.store)")
     parser.add_argument("--draw", action="store_true", help="only the figure, from what is there")
@@ -344,12 +360,12 @@ def main() -> None:
 
 
 def cells(study: Study, kinds: Sequence[str], levels: Sequence[float], also: Sequence[str]) -> Iterator[Cell]:
-    """The reference, what was asked for besides, then kind after kind."""
+    """The reference, kind after kind, then what was asked for besides."""
     yield study.reference
-    for text in also:
-        yield other_cell(study, text, levels)
     for kind in kinds:
         yield from cells_of(study, kind, levels)
+    for text in also:
+        yield from tuned_cells(study, Path(text[1:]), levels) if text[:1] == "@" else [other_cell(study, text, levels)]
 
 
 def against_sets(study: Study, cell: Cell, sets: str | None) -> dict[str, Any] | None:
@@ -424,6 +440,7 @@ def look(kind: str) -> tuple[str, str, str, float]:
         i = single.index(kind)
         return COLOURS[i], MARKERS[i], "-", 2.2 if i < 3 else 1.0
     others = {"light-first": VIOLET, "sandwich": BROWN, "light-last": BLACK, "smaller": "0.5", "middle": RED}
+    others |= {"tuner": PINK}
     return others[kind], MARKERS[-1 - list(others).index(kind)], "--", 1.0
 
 
