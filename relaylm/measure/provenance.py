@@ -1,8 +1,12 @@
-"""How a result was made: command, machine, versions, commit and day, as every file under results/ has them."""
+"""Records: how a result was made (command, machine, versions, commit and day), and records of earlier runs.
+
+They are JSON under a folder such as this project's results/, which a wheel does not contain.
+"""
 
 from __future__ import annotations
 
 import datetime
+import json
 import platform
 import shlex
 import subprocess
@@ -13,6 +17,7 @@ from typing import Any
 import torch
 
 import relaylm
+from relaylm.files import expand
 from relaylm.measure.timing import device_name
 
 
@@ -50,3 +55,19 @@ def _commit() -> str | None:
         return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def records_folder(folder: str | Path | None = None) -> Path | None:
+    """The folder of records: the one that is named, else `results` in the current folder, else None."""
+    if folder is not None:
+        return expand(folder)
+    return Path("results") if Path("results").is_dir() else None
+
+
+def load_record(file: Path | None) -> dict[str, Any] | None:
+    """A record, or None where there is none that can be read."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file is not None else None
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -31,11 +31,11 @@ from relaylm.core.diffusion import LINEAR, Alpha
 from relaylm.core.plan import Plan
 from relaylm.core.schedule import Policy, Schedule
 from relaylm.errors import UserError, checked
-from relaylm.sampling.denoise import Options, check_request, denoise, next_call, rows_in_call
+from relaylm.sampling.denoise import Options, denoise, next_call, rows_in_call
 from relaylm.sampling.engine import SCRATCH, settings
 from relaylm.sampling.graphs import Graphs
 from relaylm.sampling.law import Drawer, Law
-from relaylm.sampling.policy import Grid, RowStates, policy_text, resolve, static_models
+from relaylm.sampling.policy import Grid, RowStates, check_request, policy_text, resolve, static_models
 from relaylm.sampling.result import Event, Samples, Trace, cost_of_calls, reference_flops
 from relaylm.sampling.rule_call import RuleState, Wrote
 from relaylm.sampling.rules import Rule, blocks_of, counts_of, level_calls, planned

@@ -28,11 +28,10 @@ from relaylm.core.diffusion import LINEAR, Alpha
 from relaylm.core.plan import Events, Plan, make_events
 from relaylm.core.schedule import Policy, Schedule
 from relaylm.core.spacing import events_of_calls, spaced_events
-from relaylm.errors import UserError, checked, reason, whole
-from relaylm.models.compat import check_whole
+from relaylm.errors import UserError, checked, reason
 from relaylm.sampling.engine import Call, Engine, out_of_memory, settings
 from relaylm.sampling.law import Law
-from relaylm.sampling.policy import Grid, RowStates, policy_text, resolve, static_models
+from relaylm.sampling.policy import Grid, RowStates, check_request, policy_text, resolve, static_models
 from relaylm.sampling.queue import Queue
 from relaylm.sampling.result import Event, Samples, Trace, cost_of_calls
 
@@ -118,22 +117,6 @@ def follow(
     if call_nL is not None:
         return followed, times, events_of_calls(plan, call_nL)
     return followed, times, make_events(plan, times, alpha) if spacing is None else spaced_events(plan, spacing)
-
-
-def check_request(
-    models: Mapping[str, Any], plan: Plan, mask_id: int, batch_size: int | None = None, heavy: str | None = None
-) -> None:
-    """Refuse given tokens that are none of the models', and options without a meaning."""
-    check_whole(models)
-    if heavy is not None and heavy not in models:
-        raise UserError(f"there is no model {heavy!r} to count savings against; the models are {', '.join(models)}")
-    if batch_size is not None:
-        whole(batch_size, "batch_size")
-    if (plan.given_nL == mask_id).any():
-        raise UserError(f"the mask ({mask_id}) cannot be given as a token: write -1 where a position is free")
-    for name, model in models.items():
-        if (size := getattr(model, "vocab_size", None)) is not None and plan.given_nL.max() >= size:
-            raise UserError(f"token {plan.given_nL.max()} is given, but {name} knows ids 0 to {size - 1} only")
 
 
 class _Batches(Protocol[CallT_co]):

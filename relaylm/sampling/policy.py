@@ -1,4 +1,4 @@
-"""Which model a row's next call goes to: a policy resolved for a grid of steps, and asked.
+"""Which model a row's next call goes to: a request checked, its policy resolved for a grid of steps, and asked.
 
 A `Schedule` or `Timetable` names the model of every call before any network runs. Any other policy is dynamic: it is
 asked before each call of a row, and sees the row's own state and nothing of other rows. Shapes: n rows, L positions, E
@@ -8,17 +8,19 @@ events, R rows of a call.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
 from relaylm.core.notation import shown
+from relaylm.core.plan import Plan
 from relaylm.core.schedule import MAX_STEPS, Policy, RowState, Schedule, Timetable
-from relaylm.errors import UserError
+from relaylm.errors import UserError, whole
+from relaylm.models.compat import check_whole
 
 if TYPE_CHECKING:
     from relaylm.sampling.rules import Rule
@@ -70,6 +72,22 @@ def _without_steps(policy: Policy | Schedule, why: str, steps: float | None) -> 
             raise UserError(f"{why}: write the schedule in shares (L50% H50%), not in counts ({policy})")
         _ = policy.ends  # refuses schedules that place single steps, which have none
     return policy
+
+
+def check_request(
+    models: Mapping[str, Any], plan: Plan, mask_id: int, batch_size: int | None = None, heavy: str | None = None
+) -> None:
+    """Refuse given tokens that are none of the models', and options without a meaning."""
+    check_whole(models)
+    if heavy is not None and heavy not in models:
+        raise UserError(f"there is no model {heavy!r} to count savings against; the models are {', '.join(models)}")
+    if batch_size is not None:
+        whole(batch_size, "batch_size")
+    if (plan.given_nL == mask_id).any():
+        raise UserError(f"the mask ({mask_id}) cannot be given as a token: write -1 where a position is free")
+    for name, model in models.items():
+        if (size := getattr(model, "vocab_size", None)) is not None and plan.given_nL.max() >= size:
+            raise UserError(f"token {plan.given_nL.max()} is given, but {name} knows ids 0 to {size - 1} only")
 
 
 def policy_text(policy: Policy | Schedule) -> str:

@@ -72,7 +72,7 @@ class Samples:
         return "\n\n".join([*rows, *more, self.summary()])
 
     def _repr_html_(self) -> str:
-        from relaylm.show.notebook import samples_html  # a higher floor, asked for by notebooks alone
+        from relaylm.show.picture import samples_html  # a higher floor, asked for by notebooks alone
 
         return samples_html(self, self.family, SHOWN)
 

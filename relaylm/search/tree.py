@@ -38,7 +38,7 @@ from relaylm.core.plan import Events, Plan, make_events, make_plan
 from relaylm.core.schedule import Schedule, Spacing, Timetable
 from relaylm.core.spacing import spaced_events
 from relaylm.errors import UserError
-from relaylm.sampling.denoise import check_request
+from relaylm.sampling.policy import check_request
 from relaylm.sampling.result import flops_of_calls
 from relaylm.sampling.sample import checked_given
 from relaylm.search.stretches import Engines, Runner, Stretch, kept_engine

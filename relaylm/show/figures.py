@@ -49,9 +49,7 @@ def plot_importance(result: Mapping[str, Any], path: str | Path) -> Path:
                     _curve(axes, pair, f"{name}_light_base", colour, "x", twin, linestyle="--")
             axes.set_xlim(0, 1)
             axes.axhline(0, color="0.6", linewidth=0.8)
-            axes.set_xlabel("t   (0: text, 1: all masked)")
-            axes.set_ylabel(f"{label}, nats\n{what.strip()}".strip())
-            axes.grid(alpha=0.25)
+            finish(axes, "t   (0: text, 1: all masked)", f"{label}, nats\n{what.strip()}".strip(), legend=False)
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, title="light : heavy", fontsize=8)
     name = result["family"]["name"] or "family"
@@ -70,10 +68,7 @@ def plot_pairs(result: Mapping[str, Any], path: str | Path) -> Path:
         axes.fill_between(result["distances"], low, high, color=look["color"], alpha=0.15, linewidth=0)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("distance, positions")
-    axes.set_ylabel("mutual information, nats")
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
+    finish(axes, "distance, positions", "mutual information, nats")
     figure.suptitle(f"{result['family']['name'] or 'family'}: {result['model']} on {result['source']}", fontsize=10)
     return save_figure(figure, path)
 
@@ -89,17 +84,14 @@ def plot_front(result: Mapping[str, Any], path: str | Path) -> Path:
         lines.setdefault(f"{name}, prefix" if rest.endswith("prefix") else name, []).append(plan)
     for j, (name, plans) in enumerate(lines.items()):
         plans.sort(key=lambda plan: plan["calls"])
-        y = np.array([[plan["loss"], *plan["loss_ci"]] for plan in plans]).T
+        x, y = [plan["calls"] for plan in plans], [plan["loss"] for plan in plans]
         look = {"color": COLOURS[j % len(COLOURS)], "marker": MARKERS[j % len(MARKERS)], "markersize": 4}
-        error = np.abs(y[1:] - y[0])
-        axes.errorbar([p["calls"] for p in plans], y[0], error, label=name, linewidth=1, capsize=2, **look)
+        ends = reach(y, [plan["loss_ci"] for plan in plans])
+        axes.errorbar(x, y, ends, label=name, linewidth=1, capsize=2, **look)
     axes.axhline(0, color=BLACK, linewidth=0.5)
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=2)
-    axes.set_xlabel("calls a row")
-    axes.set_ylabel("loss, nats x 100 a position")
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
+    finish(axes, "calls a row", "loss, nats x 100 a position")
     what = f"{result['family']['name']}: {result['model']} against T = {result['length']} uniform steps"
     figure.suptitle(f"{what}, {result['rows']} rows", fontsize=10)
     return save_figure(figure, path)
@@ -125,20 +117,18 @@ def plot_compare(result: Mapping[str, Any], path: str | Path) -> Path:
         colour, marker, label = KINDS[row["kind"]]
         item = paired.get(row["schedule"], first)
         ends = [item["difference"] if end is None else end for end in item["ci"]]
-        reach = np.abs(np.array([ends]).T - item["difference"])
         look = {"fmt": marker, "color": colour, "capsize": 3, "label": None if label in seen else label}
-        left.errorbar([item["difference"]], [k], xerr=reach, mfc=colour if item["p_holm"] < 0.05 else "white", **look)
+        look |= {"xerr": reach([item["difference"]], ends), "mfc": colour if item["p_holm"] < 0.05 else "white"}
+        left.errorbar([item["difference"]], [k], **look)
         right.barh(k, 100 * (row["flops_saved"] or 0), color=colour, height=0.55)
         seen.add(label)
     left.axvline(0, color="0.5", linewidth=0.8)
     names = [f"{row['schedule']}   (perplexity {row['gen_ppl']:.2f}, entropy {row['entropy']:.2f})" for row in rows]
     left.set_yticks(np.arange(len(rows)), names, fontsize=8)
     reference = result["rows"][0]["schedule"]
-    left.set_xlabel(f"log-perplexity less that of {reference}, paired\n(lower is better; 95%; hollow: may be chance)")
-    right.set_xlabel(f"FLOPs saved, %\nto {result['heavy']}, {result['length']} steps")
-    for axes in (left, right):
-        axes.grid(axis="x", alpha=0.25)
-    left.legend(frameon=False, fontsize=8, loc="best")
+    what = f"log-perplexity less that of {reference}, paired\n(lower is better; 95%; hollow: may be chance)"
+    finish(left, what, grid="x")
+    finish(right, f"FLOPs saved, %\nto {result['heavy']}, {result['length']} steps", grid="x", legend=False)
     about = f"{result['n']} samples each, T = {result['steps']}, judge {result['judge']}"
     figure.suptitle(f"{result['family']['name'] or 'family'}: {about}", fontsize=10)
     return save_figure(figure, path)
@@ -151,6 +141,20 @@ def new_figure(width: float, height: float) -> Any:
     except ImportError:
         raise UserError("figures need matplotlib: `pip install relaylm[report]`") from None
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def finish(axes: Any, x: str, y: str = "", grid: str = "both", legend: bool = True, **look: Any) -> None:
+    """Label the axes, lay a faint grid below what is drawn, and add a legend, with these settings."""
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(axis=grid, alpha=0.25)
+    axes.set_axisbelow(True)
+    if legend:
+        axes.legend(**{"frameon": False, "fontsize": 8, **look})
+
+
+def reach(values: Any, ci: Any) -> np.ndarray:
+    """How far intervals reach below and above their values, as `errorbar` wants it."""
+    return np.abs(np.array(ci, dtype=float).reshape(-1, 2).T - np.array(values, dtype=float))
 
 
 def save_figure(figure: Any, path: str | Path) -> Path:

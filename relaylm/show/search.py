@@ -17,7 +17,7 @@ from relaylm.console import table, terminal_width, wrapped
 from relaylm.core.notation import brief
 from relaylm.core.schedule import Schedule
 from relaylm.show.colours import BLACK, BLUE, COLOURS, GREEN, MARKERS, PINK, RED, colour_of
-from relaylm.show.figures import new_figure, save_figure
+from relaylm.show.figures import finish, new_figure, reach, save_figure
 from relaylm.show.player import strip
 
 LOOKS = {  # of kinds of candidates
@@ -207,7 +207,7 @@ def to_csv(result: Mapping[str, Any]) -> str:
 
 # ------------------------------------------------------------------------------------------------ figures
 
-ABOVE = {"loc": "lower right", "bbox_to_anchor": (1, 1)}  # of a legend: above its panel
+ABOVE: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1)}  # of a legend: above its panel
 
 
 def plot_search(result: Mapping[str, Any], path: str | Path) -> Path:
@@ -238,18 +238,10 @@ def plot_search(result: Mapping[str, Any], path: str | Path) -> Path:
     return save_figure(figure, path)
 
 
-def _label(axes: Any, x: str, y: str, grid: str = "both", **legend: Any) -> None:
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(axis=grid, alpha=0.25)
-    axes.set_axisbelow(True)
-    axes.legend(frameon=False, fontsize=8, **legend)
-
-
 def _points(axes: Any, x: Any, y: Any, ends: Any, k: int, **look: Any) -> None:
     """Values with their intervals, in the k-th colour and marker."""
     look = {"fmt": MARKERS[k % len(MARKERS)], "color": COLOURS[k % len(COLOURS)], "capsize": 3, **look}
-    axes.errorbar(x, y, yerr=np.abs(np.array(ends, dtype=float).T - y), **look)
+    axes.errorbar(x, y, yerr=reach(y, ends), **look)
 
 
 def _plot_map(axes: Any, result: Mapping[str, Any], which: str, title: str) -> None:
@@ -268,8 +260,7 @@ def _plot_map(axes: Any, result: Mapping[str, Any], which: str, title: str) -> N
     axes.set_title(title, fontsize=9)
     handles = [axes.barh(0, 0, color=colour_of(rank), label=model) for rank, model in enumerate(models)]
     axes.legend(handles=handles, frameon=False, fontsize=8, ncols=len(models), **ABOVE)
-    axes.set_xlabel("t   (1: all masked, 0: text)")
-    axes.set_ylabel("perplexity")
+    axes.set(xlabel="t   (1: all masked, 0: text)", ylabel="perplexity")
 
 
 def _plot_frequency(axes: Any, result: Mapping[str, Any]) -> None:
@@ -279,7 +270,7 @@ def _plot_frequency(axes: Any, result: Mapping[str, Any]) -> None:
         share = 100 * np.array(result[f"{end}_frequency"][model])
         axes.bar(place + 0.4 * (k - 0.5), share, 0.38, color=("0.3", "0.75")[k], label=label, hatch=("", "//")[k])
     axes.set_xticks(place)
-    _label(axes, "segment   (0: all masked)", f"schedules with {model} there, %", "y", ncols=2, **ABOVE)
+    finish(axes, "segment   (0: all masked)", f"schedules with {model} there, %", "y", ncols=2, **ABOVE)
 
 
 def _plot_influence(axes: Any, result: Mapping[str, Any]) -> None:
@@ -290,14 +281,14 @@ def _plot_influence(axes: Any, result: Mapping[str, Any]) -> None:
     axes.axhline(0, color="0.5", linewidth=0.8)
     axes.set_xticks(range(result["segments"]))
     y = "influence on perplexity, 95%\n(above 0: light does harm there)"
-    _label(axes, "segment   (0: all masked)", y, "y", ncols=4, **ABOVE)
+    finish(axes, "segment   (0: all masked)", y, "y", ncols=4, **ABOVE)
 
 
 def _plot_generations(axes: Any, history: Sequence[Mapping[str, Any]]) -> None:
     for k, (key, label) in enumerate((("best_loss", "best"), ("mean_loss", "mean of the population"))):
         x, y = [h["generation"] for h in history], [h[key] for h in history]
         axes.plot(x, y, color=COLOURS[k], marker=MARKERS[k], label=label)
-    _label(axes, "generation", "loss to all-heavy, log-perplexity")
+    finish(axes, "generation", "loss to all-heavy, log-perplexity")
 
 
 def _plot_ablations(axes: Any, result: Mapping[str, Any]) -> None:
@@ -312,8 +303,7 @@ def _plot_ablations(axes: Any, result: Mapping[str, Any]) -> None:
     axes.axhline(0, color="0.5", linewidth=0.8)
     axes.set_xticks(range(result["segments"]))
     x_label = "segment that is changed in all-heavy   (0: all masked)"
-    above: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
-    _label(axes, x_label, "loss, log-perplexity, 95%", "y", ncols=4, **above)
+    finish(axes, x_label, "loss, log-perplexity, 95%", "y", loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
 
 
 def _plot_candidates(axes: Any, result: Mapping[str, Any]) -> None:
@@ -338,4 +328,4 @@ def _plot_candidates(axes: Any, result: Mapping[str, Any]) -> None:
         axes.axhline(result["max_loss"], color=PINK, linestyle="--", linewidth=1, label="allowed")
     axes.axhline(0, color="0.5", linewidth=0.8)
     what = "log-perplexity" if result["confirmed"] else "nats a token by the bound"
-    _label(axes, f"{result['unit']} saved against all-heavy, %", f"loss to all-heavy, {what}, 95%")
+    finish(axes, f"{result['unit']} saved against all-heavy, %", f"loss to all-heavy, {what}, 95%")

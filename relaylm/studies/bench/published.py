@@ -127,8 +127,7 @@ def kernels_of(function: Callable[[], object], device: torch.device, most: int =
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
         for _ in range(calls):
             function()
-        if cuda:
-            torch.cuda.synchronize(device)
+        wait(device)
     found = []
     for item in seen.key_averages():
         microseconds = item.self_device_time_total if cuda else item.self_cpu_time_total

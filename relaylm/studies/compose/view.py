@@ -18,7 +18,7 @@ from relaylm.console import table, terminal_width, wrapped
 from relaylm.errors import UserError
 from relaylm.files import atomic_write, expand, read_bytes
 from relaylm.show.colours import COLOURS, MARKERS
-from relaylm.show.figures import new_figure, save_figure
+from relaylm.show.figures import finish, new_figure, save_figure
 from relaylm.studies.compose.compose import diversity, kind_of
 
 Result = Mapping[str, Any]
@@ -302,16 +302,14 @@ def _front_figure(result: Result) -> Any:
             axes.axhline(value(result["heldout"]), color="black", linestyle=":", linewidth=1.2, zorder=0)
         axes.set_xscale("log")
         _plain_ticks(axes.xaxis, _ticks(-5, 8), lambda value: f"{value:g}")
-        axes.set_xlabel("GFLOPs for a sample")
-        axes.grid(alpha=0.25)
     left.set_yscale("log")
     span = [row["gen_ppl"] for row in rows]
     if max(span) > 3 * min(span):
         _plain_ticks(left.yaxis, _ticks(0, 6), lambda value: f"{value:g}")
     else:  # too little for 1, 2, 5 to give several ticks
         left.set_yscale("linear")
-    left.set_ylabel(f"generative perplexity, judge {result['judge']}")
-    right.set_ylabel("entropy of a sample's words, nats" if words else "entropy of a sample's tokens, nats")
+    finish(left, "GFLOPs for a sample", f"generative perplexity, judge {result['judge']}", legend=False)
+    finish(right, "GFLOPs for a sample", f"entropy of a sample's {'words' if words else 'tokens'}, nats", legend=False)
     extra = [Line2D([], [], color="none", marker="o", markeredgecolor="black", label="on the Pareto front")]
     extra += [Line2D([], [], color="0.3", alpha=0.4, label="heavy alone, dial turned")]
     if result.get("heldout"):
@@ -368,12 +366,10 @@ def _both_figure(result: Result) -> Any:
     left.set_ylim(min(bottom, 0.9), max(top, 1.1))  # what differs by less than a per cent should look like it
     for axis, small in ((right.xaxis, _ticks(-1, 1)), (right.yaxis, _ticks(-2, 1))):
         _plain_ticks(axis, [*(-value for value in small), 0.0, *small], lambda value: f"{value:+g}" if value else "0")
-    for axes in (left, right):
-        axes.grid(alpha=0.25)
-    left.set_xlabel("FLOPs left by the schedule x FLOPs left by the dial")
-    left.set_ylabel("FLOPs left by both, over that product")
-    right.set_xlabel("loss by the schedule + loss by the dial (log-perplexity)")
-    right.set_ylabel("loss by both less that sum, with its 95% interval")
+    what = "FLOPs left by the schedule x FLOPs left by the dial"
+    finish(left, what, "FLOPs left by both, over that product", legend=False)
+    what = "loss by the schedule + loss by the dial (log-perplexity)"
+    finish(right, what, "loss by both less that sum, with its 95% interval", legend=False)
     used = {item[key] for item in result["combinations"] for key in ("line", "schedule")}
     lines, schedules = ({name: look for name, look in all_.items() if name in used} for all_ in (colours, markers))
     _legend(figure, lines, schedules)

@@ -26,13 +26,13 @@ from relaylm.measure import metrics
 from relaylm.measure.compare import compare
 from relaylm.measure.importance import importance, second_seeds
 from relaylm.measure.likelihood import spread_rows
+from relaylm.measure.provenance import load_record
 from relaylm.measure.rivals import SLACK, Entry, expected_flops, one_model, steps_within
 from relaylm.sampling.sample import sample
 from relaylm.search.search import search
 from relaylm.studies.paper import numbers as paper
 from relaylm.studies.paper.contrasts import against, contrasts, numbers, paired
 from relaylm.studies.paper.document import Block
-from relaylm.studies.records import load_record
 
 if TYPE_CHECKING:
     from relaylm.measure.store import Store

@@ -15,7 +15,7 @@ import numpy as np
 
 from relaylm.core.schedule import hand_made
 from relaylm.show.colours import COLOURS, MARKERS
-from relaylm.show.figures import new_figure, save_figure
+from relaylm.show.figures import finish, new_figure, reach, save_figure
 from relaylm.studies.paper import numbers as paper
 from relaylm.studies.paper.contrasts import SAMPLERS, against, difference
 
@@ -27,19 +27,6 @@ Result = Mapping[str, Any]
 def segments(name: str, steps: int) -> list[str]:
     """A hand-made schedule as the paper labels it: L125, H750, L125."""
     return [f"{model}{len(list(run))}" for model, run in groupby(hand_made()[name].timetable(steps).models)]
-
-
-def _finish(axes: Any, x: str, y: str, legend: bool = True) -> None:
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.25)
-    if legend:
-        axes.legend(frameon=False, fontsize=8)
-
-
-def _reach(values: Any, ci: Any) -> np.ndarray:
-    """How far intervals reach below and above their values, as `errorbar` wants it."""
-    return np.abs(np.array(ci, dtype=float).reshape(-1, 2).T - np.array(values, dtype=float))
 
 
 def bars(panels: Mapping[str, Result], path: Path) -> Path:
@@ -67,9 +54,7 @@ def bars(panels: Mapping[str, Result], path: Path) -> Path:
         span = high.max() - low.min()
         axes.set_ylim(max(0, low.min() - 0.35 * span), high.max() + 0.15 * span)
         axes.set_title(title, fontsize=9)
-        axes.set_ylabel("Gen. PPL (axis does not start at 0)", fontsize=8)
-        axes.grid(axis="y", alpha=0.25)
-        axes.set_axisbelow(True)
+        finish(axes, "", "Gen. PPL (axis does not start at 0)", "y", legend=False)
     return save_figure(figure, path)
 
 
@@ -89,7 +74,7 @@ def depth_curve(rows: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, 
     axes.errorbar(x, drop, yerr=np.stack([drop - low, high - drop]), color=BLUE, marker="o", capsize=3, label="here")
     theirs = {d: 100 * (v[0] / paper.DEPTHS[12][0] - 1) for d, v in paper.DEPTHS.items()}
     axes.plot(list(theirs), list(theirs.values()), color=RED, marker="s", linestyle="--", label="paper (OpenWebText)")
-    _finish(axes, "blocks of the light model (25% sandwich)", "PPL above all-heavy, %")
+    finish(axes, "blocks of the light model (25% sandwich)", "PPL above all-heavy, %")
     return save_figure(figure, path)
 
 
@@ -110,7 +95,7 @@ def share_curves(result: Result, rows: Mapping[str, Mapping[str, Any]], path: Pa
     right.plot(shares, flops, color=BLACK, linestyle=":", label="FLOPs saved here")
     right.plot(list(paper.SHARES), [v[3] for v in paper.SHARES.values()], **printed)
     for axes, y in ((left, "gap between heavy and light paid, %"), (right, "time saved, %")):
-        _finish(axes, "% light steps (sandwich)", y)
+        finish(axes, "% light steps (sandwich)", y)
     return save_figure(figure, path)
 
 
@@ -151,22 +136,16 @@ def precision_levels(by_steps: Mapping[str, Any], path: Path) -> Path:
             ends = [[row[key] if end is None else end for end in row[f"{key}_ci"]] for row in rows]
             look: dict[str, Any] = {"color": colour, "marker": mark, "linestyle": line, "capsize": 3}
             x = np.arange(len(rows)) + 0.05 * (k - 1.5)  # side by side, so that intervals do not cover each other
-            axes.errorbar(x, value, yerr=_reach(value, ends), label=f"{SAMPLERS[kind]}, all-{name}", **look)
+            axes.errorbar(x, value, yerr=reach(value, ends), label=f"{SAMPLERS[kind]}, all-{name}", **look)
         axes.set_xticks(range(len(by_steps)), list(by_steps))
-        axes.set_xlabel("T")
-        axes.set_ylabel(f"{label} (axis does not start at 0)", fontsize=8)
         low, high = axes.get_ylim()
         axes.set_ylim(low, high + 0.2 * (high - low))  # for the legend
-        axes.legend(frameon=False, fontsize=7, ncols=2, loc="upper center")
+        finish(axes, "T", f"{label} (axis does not start at 0)", fontsize=7, ncols=2, loc="upper center")
     for j, (steps, found) in enumerate(by_steps.items()):
         name, kept = list(found["kept_mass"].items())[-1]
         right.plot(kept["t"], kept["mean"], color=COLOURS[j], marker=MARKERS[j], label=f"T = {steps}, {name}")
-    right.set_xlabel("t (1: all masked)")
-    right.set_ylabel("kept probability mass", fontsize=8)
+    finish(right, "t (1: all masked)", "kept probability mass")
     right.ticklabel_format(useOffset=False)
-    right.legend(frameon=False, fontsize=8)
-    for axes in (left, middle, right):
-        axes.grid(alpha=0.25)
     return save_figure(figure, path)
 
 
@@ -182,11 +161,11 @@ def stretches(result: Result, path: Path) -> Path:
         if not rows:
             continue
         x, y = [row["stretch"] + shift for row in rows], np.array([row["loss"] for row in rows], dtype=float)
-        reach = _reach(y, [row["ci"] for row in rows])
-        axes.errorbar(x, y, yerr=reach, color=colour, marker=mark, capsize=3, label=label)
+        ends = reach(y, [row["ci"] for row in rows])
+        axes.errorbar(x, y, yerr=ends, color=colour, marker=mark, capsize=3, label=label)
     axes.axhline(0, color=BLACK, linewidth=0.8)
     axes.set_xticks(range(result["stretches"]))
-    _finish(axes, f"stretch of time (0: masked, {result['stretches'] - 1}: text)", "log-PPL above all-heavy")
+    finish(axes, f"stretch of time (0: masked, {result['stretches'] - 1}: text)", "log-PPL above all-heavy")
     return save_figure(figure, path)
 
 
@@ -205,8 +184,8 @@ def stages(result: Result, path: Path) -> Path:
     if min(tokens) > 0:
         right.set_xscale("log")
     right.set_ylim(0, 1)
-    _finish(left, "t (0: text, 1: all masked)", "KL(heavy || light), nats")
-    _finish(right, "training tokens, millions", "t of the peak", legend=False)
+    finish(left, "t (0: text, 1: all masked)", "KL(heavy || light), nats")
+    finish(right, "training tokens, millions", "t of the peak", legend=False)
     return save_figure(figure, path)
 
 
@@ -256,8 +235,8 @@ def front(result: Result, path: Path) -> Path:
     for kind, colour, mark, label, shift in kinds:
         rows = [row for row in measured if ("sandwich" if row["what"] == "sandwich" else row["kind"]) == kind]
         x, y = [100 * row["saved"] + shift for row in rows], [row["against_heavy"]["difference"] for row in rows]
-        reach = _reach(y, [row["against_heavy"]["ci"] for row in rows])
-        axes.errorbar(x, y, yerr=reach, fmt=mark, color=colour, capsize=2, label=label)
+        ends = reach(y, [row["against_heavy"]["ci"] for row in rows])
+        axes.errorbar(x, y, yerr=ends, fmt=mark, color=colour, capsize=2, label=label)
     points = {
         key: sorted((100 * row["saved"], row["against_heavy"]["difference"]) for row in measured if row.get(key))
         for key in ("recommended", "on_front")
@@ -267,5 +246,5 @@ def front(result: Result, path: Path) -> Path:
         axes.plot(*zip(*points["recommended"]), "o", label="recommended by the search", **ring)
     axes.plot(*zip(*points["on_front"]), color="0.5", linewidth=1, label="front")
     axes.axhline(0, color="0.6", linewidth=0.8)
-    _finish(axes, "FLOPs saved against all-heavy, % (kinds drawn side by side)", "log-PPL above all-heavy")
+    finish(axes, "FLOPs saved against all-heavy, % (kinds drawn side by side)", "log-PPL above all-heavy")
     return save_figure(figure, path)

@@ -22,6 +22,7 @@ from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure import metrics
 from relaylm.measure.judge import load_judge, log_perplexity, score
+from relaylm.measure.provenance import load_record
 from relaylm.measure.store import content_key
 from relaylm.models.denoiser import Transformer, build
 from relaylm.sampling import reference
@@ -32,7 +33,6 @@ from relaylm.studies.bench.published import Side, Window, seconds_of
 from relaylm.studies.paper import numbers as paper
 from relaylm.studies.paper.contrasts import contrasts, numbers
 from relaylm.studies.paper.experiments import Result, Setup, by_share, depth_of, held_out_rows, judged
-from relaylm.studies.records import load_record
 
 if TYPE_CHECKING:
     from relaylm.models.family import Family

@@ -22,7 +22,7 @@ from relaylm.errors import UserError
 from relaylm.files import expand, write_json
 from relaylm.measure.estimate import announce_samples
 from relaylm.measure.likelihood import held_out
-from relaylm.measure.provenance import how_made
+from relaylm.measure.provenance import how_made, load_record, records_folder
 from relaylm.measure.store import Store, content_key
 from relaylm.models.family import Family
 from relaylm.studies.paper import experiments as ours
@@ -33,7 +33,6 @@ from relaylm.studies.paper import schedule_sections as show
 from relaylm.studies.paper.claims import WORDS, Verdict, verdicts
 from relaylm.studies.paper.document import Block, Board, Figure, Folded, Table, write
 from relaylm.studies.paper.experiments import SCALES, Experiment, Scale, Setup
-from relaylm.studies.records import load_record, records_folder
 
 FORMAT = 1  # of an experiment's data
 Data = dict[str, Any]

@@ -48,12 +48,16 @@ from relaylm.sampling.result import reference_flops
 from relaylm.sampling.rules import RULES, level_calls, llada_counts, parse_rule
 from relaylm.sampling.sample import sample
 from relaylm.show.colours import BLACK, BROWN, COLOURS, MARKERS, PINK, RED, VIOLET
-from relaylm.show.figures import new_figure, save_figure
+from relaylm.show.figures import finish, new_figure, save_figure
 from relaylm.studies.paper.contrasts import paired
 
 SEED = 1000  # of the samples; rows that no search has seen
 TRIED = 32  # rows of a calibrating run
 TICKS = (0.5, 0.67, 0.8, 0.9, 0.95)
+PARTS = {
+    "samples": "samples: extra log-perplexity, hundredths",
+    "bound": "likelihood: loss, hundredths of a nat a position",
+}
 FEW = ("inf", "eb", "low-confidence")  # kinds with a quarter of the rows
 MIXED = {"light-first": "L25% H75%", "sandwich": "L12.5% H75% L12.5%", "light-last": "H75% L25%"}
 KINDS = {  # in the order in which they are measured
@@ -398,7 +402,7 @@ def draw(result: dict[str, Any], path: Path) -> Path:
     figure = new_figure(11.0, 4.8)
     panels = figure.subplots(1, 2)
     kinds = [kind for kind in KINDS if kind != "inf" and any(row["kind"] == kind for row in result["cells"])]
-    for axes, part in zip(panels, ("samples", "bound"), strict=True):
+    for axes, part in zip(panels, PARTS, strict=True):
         cells = [row for row in result["cells"] if (row[part] or {}).get("loss") is not None]
         high = 1.1 * max(row[part]["loss"] for row in cells if row["kind"] == "uniform" and row["level"] < 0.94)
         low = 1.25 * min(0.0, *(row[part]["loss"] for row in cells if row["kind"] in ("sets", "surest")))
@@ -423,10 +427,8 @@ def draw(result: dict[str, Any], path: Path) -> Path:
         axes.set_xticks([1 - level for level in TICKS], [f"{level:.0%}" for level in TICKS])
         axes.set_xticks([], minor=True)
         axes.set_ylim(low, high)
-        axes.set_xlabel(f"FLOPs saved, of {result['heavy']} in T = {result['length']} uniform steps")
-        axes.grid(alpha=0.25)
-    panels[0].set_ylabel("samples: extra log-perplexity, hundredths")
-    panels[1].set_ylabel("likelihood: loss, hundredths of a nat a position")
+        saved = f"FLOPs saved, of {result['heavy']} in T = {result['length']} uniform steps"
+        finish(axes, saved, PARTS[part], legend=False)
     handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, loc="outside right upper", frameon=False, fontsize=8)
     figure.suptitle(f"{result['family']['name']}: what is lost when FLOPs are saved (lower is better)", fontsize=10)

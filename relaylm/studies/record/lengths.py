@@ -22,7 +22,7 @@ from relaylm.measure.provenance import how_made
 from relaylm.models.family import Family
 from relaylm.search.search import search
 from relaylm.show.colours import COLOURS, MARKERS
-from relaylm.show.figures import new_figure, save_figure
+from relaylm.show.figures import finish, new_figure, reach, save_figure
 
 SAVED = 1 / 6
 LENGTHS = (32, 64, 128, 256, 512, 1024)
@@ -76,17 +76,14 @@ def draw(found: list[dict[str, Any]], file: Path) -> None:
     axes = figure.subplots()
     for k, (kind, label) in enumerate(KINDS.items()):
         loss = 100 * np.array([row[kind]["loss"] for row in found])
-        ends = 100 * np.array([row[kind]["ci"] for row in found]).T
+        ends = reach(loss, 100 * np.array([row[kind]["ci"] for row in found]))
         x = [row["length"] * 1.03 ** (k - 1) for row in found]
-        axes.errorbar(x, loss, np.abs(ends - loss), color=COLOURS[k], marker=MARKERS[k], capsize=3, label=label)
+        axes.errorbar(x, loss, ends, color=COLOURS[k], marker=MARKERS[k], capsize=3, label=label)
     axes.axhline(0, color="grey", linewidth=1)
     axes.set_xscale("log", base=2)
     axes.set_xticks([row["length"] for row in found], [str(row["length"]) for row in found])
-    axes.set_xlabel("positions, and steps")
-    axes.set_ylabel("bound above all-heavy,\nhundredths of a nat a symbol")
     axes.set_title("a sixth of the FLOPs saved", fontsize=9)
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=8)
+    finish(axes, "positions, and steps", "bound above all-heavy,\nhundredths of a nat a symbol")
     save_figure(figure, file)
 
 

@@ -30,7 +30,7 @@ from relaylm.measure.store import Store
 from relaylm.models.family import Family
 from relaylm.search.search import search
 from relaylm.show.colours import COLOURS, MARKERS
-from relaylm.show.figures import new_figure, save_figure
+from relaylm.show.figures import finish, new_figure, save_figure
 from relaylm.show.search import plot_search
 from relaylm.studies.paper.contrasts import numbers, paired
 
@@ -185,9 +185,8 @@ def draw(out: Path) -> None:
         axes.set_yticks([])
         axes.set_ylim(len(budget["rows"]) - 0.5, -0.5)
         axes.set_xlim(min(0.0, *ends) - 0.5, 1.9 * max(ends))  # the labels stand on the right
-        axes.set_xlabel("extra log-perplexity, hundredths")
         axes.set_title(f"at least {budget['saved']:.0%} saved (* recommended)", fontsize=9)
-        axes.grid(axis="x", alpha=0.25)
+        finish(axes, "extra log-perplexity, hundredths", grid="x", legend=False)
     save_figure(figure, out / "budgets.png")
 
 

@@ -17,6 +17,7 @@ import torch
 
 from relaylm.files import write_json
 from relaylm.measure.provenance import how_made
+from relaylm.measure.timing import wait
 from relaylm.models.compat import pick_device
 from relaylm.train.corpus import TokenFile, token_dtype
 from relaylm.train.objective import Batches
@@ -54,11 +55,11 @@ def throughput(
             began = time.perf_counter()
             for _ in range(warm):
                 trainer.step(next(ahead))
-            _wait(where.device)
+            wait(where.device)
             warm_seconds = time.perf_counter() - began
             began = time.perf_counter()
             done = [trainer.step(next(ahead)) for _ in range(steps)]
-            _wait(where.device)
+            wait(where.device)
             seconds = time.perf_counter() - began
         table = torch.stack(done).cpu()
         rows_per_s = steps * recipe.batch / seconds
@@ -101,11 +102,6 @@ def main() -> None:
     found = throughput(options.preset, depth=options.depth, vocab_size=options.vocab_size, steps=options.steps)
     write_json(options.out, {**found, "seed": 0, **how_made(pick_device("auto"))})
     print({key: found[key] for key in ("chars_per_s", "mfu", "seconds_per_step")})
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":
