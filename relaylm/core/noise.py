@@ -161,3 +161,18 @@ def race(
         wins_M = (opened_M == top_N[which_M]) & (opened_M > best_N[which_M])
         token_N = token_N.scatter(0, which_M[wins_M], (block_M * BLOCK + opened_slot_M)[wins_M])
     return token_N
+
+
+def race_and_largest(
+    logits_NV: torch.Tensor,
+    seed: Seed,
+    row_N: torch.Tensor,
+    position_N: torch.Tensor,
+    draw_N: torch.Tensor,
+    spoilt: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of `race` and the largest logits (N,), which are NaN if any logit is, and infinite if any is or if no
+    token is possible. Then `spoilt`, of one integer, becomes 1, and any token is given."""
+    largest_N = logits_NV.amax(dim=-1)
+    spoilt |= (~largest_N.isfinite()).any()
+    return race(logits_NV, seed, row_N, position_N, draw_N).clamp_max(logits_NV.shape[-1] - 1), largest_N

@@ -19,6 +19,13 @@ def available() -> bool:
     return triton is not None and os.environ.get("RELAYLM_EAGER", "0") in ("", "0")
 
 
+def early(x: torch.Tensor) -> dict[str, bool]:
+    """Options of a kernel that begins before the one ahead of it has ended, loads what no kernel writes, and then waits
+    for it (EARLY): on Hopper that hides what it takes to start, which counts where a call has few rows."""
+    able = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
+
+
 def may_stop(done: torch.Tensor) -> bool:
     """Whether all is done, so that a loop of a fixed number of rounds may end early. To know that takes a wait for the
     device, so while a CUDA graph is captured the answer is no."""

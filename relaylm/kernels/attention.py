@@ -18,11 +18,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from relaylm.kernels import gemm, tl, triton
+from relaylm.kernels import early, gemm, tl, triton
 
 # Set by measurement on an H200 at 65,536 tokens, 4 heads of 64.
 OWN_ATTENTION_UP_TO = 256  # positions; in longer rows PyTorch's attention is faster
 ATTENTION = {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+FEW_PROGRAMS = 256  # up to so many, about two for each multiprocessor, it is faster in longer rows, too
 ATTENTION_GRADIENT = {"BLOCK": 64, "STEP": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
 WHOLE_ROW = {"STEP": 64, "num_warps": 8, "num_stages": 1}
 WHOLE_ROW_POSITIONS, WHOLE_ROW_ELEMENTS = 256, 256 * 64  # of a head of one row: the most that one program holds
@@ -41,9 +42,11 @@ if triton is not None:
     @triton.jit
     def _attention_kernel(
         qkv, out, normaliser, scale, LENGTH: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-        CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+        CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         """Attention of a block of queries of one head, scores in powers of two (scale = 1 / (sqrt(d) ln 2))."""
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
         blocks: tl.constexpr = (LENGTH + BLOCK_Q - 1) // BLOCK_Q
         first, which = tl.program_id(0) % blocks * BLOCK_Q, tl.program_id(0) // blocks
         row, head = which // HEADS, which % HEADS
@@ -186,15 +189,21 @@ if triton is not None:
         _store_unrotated(to + query[:, None] * (3 * width), dq * unit, cos, sin, query, LENGTH, DIM, SIZE)
 
 
+def are_few(b: int, length: int, heads: int) -> bool:
+    """Whether these rows are so few that this is faster than PyTorch's attention, however long they are."""
+    return b * heads * triton.cdiv(length, ATTENTION["BLOCK_Q"]) <= FEW_PROGRAMS
+
+
 def attention(qkv_BLX: Tensor, heads: int, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention (M, D) of rotated queries and keys, and log2 of the normalisers (B heads, L)."""
     b, length, width = qkv_BLX.shape[0], qkv_BLX.shape[1], qkv_BLX.shape[2] // 3
     dim = width // heads
     out = torch.empty((b * length, width), dtype=qkv_BLX.dtype, device=qkv_BLX.device)
     normaliser = torch.empty((b * heads, length), dtype=torch.float32, device=qkv_BLX.device)
+    options = ATTENTION | ({"BLOCK_K": 128} if length > OWN_ATTENTION_UP_TO else {})
     _attention_kernel[(triton.cdiv(length, ATTENTION["BLOCK_Q"]) * b * heads,)](
         qkv_BLX, out, normaliser, dim**-0.5 * LOG2_E,
-        LENGTH=length, HEADS=heads, DIM=dim, CAUSAL=causal, **ATTENTION,
+        LENGTH=length, HEADS=heads, DIM=dim, CAUSAL=causal, **options, **early(qkv_BLX),
     )  # fmt: skip
     return out, normaliser
 

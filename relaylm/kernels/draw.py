@@ -1,6 +1,6 @@
 r"""Drawing tokens: `race` and `philox` of `relaylm.core.plan` on any device, by Triton kernels on CUDA.
 
-The kernels use the noise of `plan.token_noise`, word for word. Scores may differ from the plain race in the last bits
+The kernels use the noise of `noise.token_noise`, word for word. Scores may differ from the plain race in the last bits
 of a logarithm: fewer than one token in 10^4 differs.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from relaylm.core import noise as plan
+from relaylm.core import noise
 from relaylm.kernels import available, tl, triton
 
 MANY_PROGRAMS = 1 << 15  # enough to fill a large GPU several times over
@@ -56,7 +56,7 @@ if triton is not None:
 
     @triton.jit
     def _exponential(high, low):
-        """As plan._exponential; -log1p(-v) by its series where v is so small that 1 - v would lose it."""
+        """As noise._exponential; -log1p(-v) by its series where v is so small that 1 - v would lose it."""
         v = high.to(tl.float64) * 2.3283064365386963e-10 + (low.to(tl.float64) + 0.5) * 5.421010862427522e-20
         v = tl.minimum(v, 0.9999999999999999)
         small = v * (1.0 + v * (0.5 + v * (1.0 / 3.0 + v * 0.25)))
@@ -79,10 +79,27 @@ if triton is not None:
             k1 = tl.load(k1 + n)
         return k0.to(tl.uint32), k1.to(tl.uint32)
 
+    @triton.jit
+    def _largest_kernel(logits, out, vocab, stride, SIZE: tl.constexpr):
+        """The largest logit of each tile; NaN if one is."""
+        n, tile = tl.program_id(0), tl.program_id(1)
+        token = tile * SIZE + tl.arange(0, SIZE)
+        value = tl.load(logits + n.to(tl.int64) * stride + token, mask=token < vocab, other=-float("inf"))
+        value = value.to(tl.float32)
+        spoilt = tl.max((value != value).to(tl.int32), axis=0) > 0
+        tl.store(out + n * tl.num_programs(1) + tile, tl.where(spoilt, float("nan"), tl.max(value, axis=0)))
+
+    @triton.jit
+    def _shift(largest, n, count, SIZE: tl.constexpr):
+        """What is taken off a place's logits: the largest, where the noise would be rounded beside it."""
+        which = tl.arange(0, SIZE)
+        top = tl.max(tl.load(largest + n * count + which, mask=which < count, other=-float("inf")), axis=0)
+        return tl.where((tl.abs(top) > 1048576.0) & (tl.abs(top) < float("inf")), top, 0.0)
+
     @triton.jit(do_not_specialize=["k0", "k1"])
     def _ceilings_kernel(
-        logits, row_n, position_n, draw_n, ceiling_out, floor_out, vocab, stride, blocks, k0, k1, TILE: tl.constexpr,
-        OWN: tl.constexpr,
+        logits, largest, row_n, position_n, draw_n, ceiling_out, floor_out, vocab, stride, blocks, count, k0, k1,
+        COUNT: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr,
     ):  # fmt: skip
         """For each block the best score it could hold, (its largest logit) - log(its minimum), and for each tile the
         best score it surely holds, that of the tokens the minima fall on."""
@@ -94,27 +111,28 @@ if triton is not None:
         block = tile * TILE + tl.arange(0, TILE)
         token = block[:, None] * 64 + tl.arange(0, 64)[None, :]
         allowed = token < vocab
-        largest = tl.max(tl.load(base + token, mask=allowed, other=-float("inf")).to(tl.float32), axis=1)
+        shift = _shift(largest, n, count, COUNT)
+        highest = tl.max(tl.load(base + token, mask=allowed, other=-float("inf")).to(tl.float32) - shift, axis=1)
         minimum, slot = _block_minimum(block, position, row, draw, key0, key1)
         log_minimum = tl.log(minimum)
-        ceiling = largest.to(tl.float64) - log_minimum
+        ceiling = highest.to(tl.float64) - log_minimum
         # Kept in float32, rounded up: sometimes a block is opened in vain, but none is missed.
-        rounded_up = tl.where(largest == -float("inf"), ceiling, ceiling + 1e-5 + tl.abs(ceiling) * 1e-6)
+        rounded_up = tl.where(highest == -float("inf"), ceiling, ceiling + 1e-5 + tl.abs(ceiling) * 1e-6)
         tl.store(ceiling_out + n * blocks + block, rounded_up.to(tl.float32), mask=block < blocks)
         held = block * 64 + slot
         fits = held < vocab
-        score = tl.load(base + held, mask=fits, other=-float("inf")).to(tl.float64) - log_minimum
+        score = tl.load(base + held, mask=fits, other=-float("inf")).to(tl.float64) - shift - log_minimum
         tl.store(floor_out + n * tl.num_programs(1) + tile, tl.max(score, axis=0))
 
     @triton.jit(do_not_specialize=["k0", "k1"])
     def _open_kernel(
-        logits, row_n, position_n, draw_n, ceilings, floors, best_out, token_out, vocab, stride, blocks, floor_count,
-        k0, k1, FLOORS: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr,
+        logits, largest, row_n, position_n, draw_n, ceilings, floors, best_out, token_out, vocab, stride, blocks, count,
+        k0, k1, COUNT: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr,
     ):  # fmt: skip
         """Race in full the tiles of blocks that could hold the winner: a program takes every num_programs-th tile."""
         n = tl.program_id(0)
-        which = tl.arange(0, FLOORS)
-        floor = tl.max(tl.load(floors + n * floor_count + which, mask=which < floor_count, other=-float("inf")), axis=0)
+        which = tl.arange(0, COUNT)
+        floor = tl.max(tl.load(floors + n * count + which, mask=which < count, other=-float("inf")), axis=0)
         best = tl.full((), -float("inf"), tl.float64)
         winner = tl.full((), 0, tl.int32)
         for tile in range(tl.program_id(1), tl.cdiv(blocks, TILE), tl.num_programs(1)):
@@ -127,6 +145,7 @@ if triton is not None:
                 allowed = token < vocab
                 base = logits + n.to(tl.int64) * stride
                 value = tl.load(base + token, mask=allowed, other=-float("inf")).to(tl.float64)
+                value -= _shift(largest, n, count, COUNT)
                 key0, key1 = _key(k0, k1, n, OWN)
                 minimum, slot = _block_minimum(block, position, row, draw, key0, key1)
                 pair = (token // 2).to(tl.uint32)
@@ -144,11 +163,30 @@ if triton is not None:
         tl.store(best_out + n * tl.num_programs(1) + tl.program_id(1), best)
         tl.store(token_out + n * tl.num_programs(1) + tl.program_id(1), winner)
 
+    @triton.jit
+    def _winner_kernel(
+        best, token, largest, token_out, largest_out, spoilt_out, vocab, parts, count,
+        PARTS: tl.constexpr, COUNT: tl.constexpr,
+    ):  # fmt: skip
+        """The token of the best program of each place, and the largest of its logits. Among NaNs nobody wins, and any
+        token will do."""
+        n = tl.program_id(0)
+        part, tile = tl.arange(0, PARTS), tl.arange(0, COUNT)
+        _, first = tl.max(
+            tl.load(best + n * parts + part, mask=part < parts, other=-float("inf")), 0, return_indices=True
+        )
+        tl.store(token_out + n, tl.minimum(tl.load(token + n * parts + first), vocab - 1).to(tl.int64))
+        top = tl.load(largest + n * count + tile, mask=tile < count, other=-float("inf"))
+        spoilt = tl.max((top != top).to(tl.int32), axis=0) > 0
+        top = tl.where(spoilt, float("nan"), tl.max(top, axis=0))
+        tl.store(largest_out + n, top)
+        tl.store(spoilt_out, 1, mask=(top != top) | (tl.abs(top) == float("inf")))
+
 
 def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """The four words of `plan.philox`; on CUDA by one kernel, where the plain arithmetic takes a hundred."""
+    """The four words of `noise.philox`; on CUDA by one kernel, where the plain arithmetic takes a hundred."""
     if not (available() and any(word.is_cuda for word in counter)):
-        return plan.philox(counter, key)
+        return noise.philox(counter, key)
     words = [word.contiguous() for word in torch.broadcast_tensors(*counter)]
     out = torch.empty((4, *words[0].shape), dtype=torch.int64, device=words[0].device)
     total = words[0].numel()
@@ -156,37 +194,53 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, ...
     return out.unbind(0)
 
 
-def race(logits_NV: Tensor, seed: plan.Seed, row_N: Tensor, position_N: Tensor, draw_N: Tensor) -> Tensor:
-    """The tokens (N,) of `plan.race`, by the kernel where there is one, and on the CPU for a device without float64."""
-    if logits_NV.device.type == "mps":
-        seed = seed if isinstance(seed, int) else (seed[0].cpu(), seed[1].cpu())
-        return plan.race(logits_NV.cpu(), seed, row_N.cpu(), position_N.cpu(), draw_N.cpu()).to(logits_NV.device)
-    by_kernel = available() and logits_NV.is_cuda
-    return (race_kernel if by_kernel else plan.race)(logits_NV, seed, row_N, position_N, draw_N)
+def race(
+    logits_NV: Tensor, seed: noise.Seed, row_N: Tensor, position_N: Tensor, draw_N: Tensor, spoilt: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`noise.race_and_largest`, by the kernel where there is one, and on the CPU for a device without float64."""
+    if available() and logits_NV.is_cuda:
+        return race_kernel(logits_NV, seed, row_N, position_N, draw_N, spoilt)
+    if logits_NV.device.type != "mps":
+        return noise.race_and_largest(logits_NV, seed, row_N, position_N, draw_N, spoilt)
+    key = seed if isinstance(seed, int) else (seed[0].cpu(), seed[1].cpu())
+    flag = spoilt.cpu()
+    found = noise.race_and_largest(logits_NV.cpu(), key, row_N.cpu(), position_N.cpu(), draw_N.cpu(), flag)
+    spoilt.copy_(flag)
+    return found[0].to(logits_NV.device), found[1].to(logits_NV.device)
 
 
-def race_kernel(logits_NV: Tensor, seed: plan.Seed, row_N: Tensor, position_N: Tensor, draw_N: Tensor) -> Tensor:
-    """`plan.race` on CUDA: one token for each row of logits."""
+def race_kernel(
+    logits_NV: Tensor, seed: noise.Seed, row_N: Tensor, position_N: Tensor, draw_N: Tensor, spoilt: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`race` on CUDA: one token for each row of logits."""
     n, vocab = logits_NV.shape
-    largest_N = plan.finite_largest(logits_NV)  # taken off where the noise would be rounded beside it, else 0 is
-    logits_NV = logits_NV - largest_N.where(largest_N.abs() > 2**20, 0)[:, None]
     logits_NV = logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
     blocks = triton.cdiv(vocab, 64)
-    wide, narrow = min(64, triton.next_power_of_2(blocks)), min(4, triton.next_power_of_2(blocks))
-    floors, tiles = triton.cdiv(blocks, wide), triton.cdiv(blocks, narrow)
+    wide, narrow = min(64, triton.next_power_of_2(blocks)), min(2, triton.next_power_of_2(blocks))
+    count, tiles = triton.cdiv(blocks, wide), triton.cdiv(blocks, narrow)
     parts = max(1, min(tiles, MANY_PROGRAMS // max(1, n)))  # few tiles are opened: one program for each costs more
     device, own = logits_NV.device, not isinstance(seed, int)
     key = (seed & 0xFFFFFFFF, seed >> 32) if isinstance(seed, int) else tuple(word_N.contiguous() for word_N in seed)
+    tile_largest, largest_N = (torch.empty(size, dtype=torch.float32, device=device) for size in ((n, count), n))
     ceiling = torch.empty((n, blocks), dtype=torch.float32, device=device)
-    floor = torch.empty((n, floors), dtype=torch.float64, device=device)
+    floor = torch.empty((n, count), dtype=torch.float64, device=device)
     best = torch.empty((n, parts), dtype=torch.float64, device=device)
-    token = torch.empty((n, parts), dtype=torch.int32, device=device)
-    noise = [x_N.contiguous() for x_N in (row_N, position_N, draw_N)]
-    _ceilings_kernel[(n, floors)](
-        logits_NV, *noise, ceiling, floor, vocab, logits_NV.stride(0), blocks, *key, TILE=wide, OWN=own, num_warps=4
+    token, token_N = (
+        torch.empty(size, dtype=kind, device=device) for size, kind in (((n, parts), torch.int32), (n, torch.int64))
     )
-    _open_kernel[(n, parts)](
-        logits_NV, *noise, ceiling, floor, best, token, vocab, logits_NV.stride(0), blocks, floors, *key,
-        FLOORS=triton.next_power_of_2(floors), TILE=narrow, OWN=own, num_warps=2,
+    places = [x_N.contiguous() for x_N in (row_N, position_N, draw_N)]
+    stride, size = logits_NV.stride(0), triton.next_power_of_2(count)
+    _largest_kernel[(n, count)](logits_NV, tile_largest, vocab, stride, SIZE=64 * wide, num_warps=4)
+    _ceilings_kernel[(n, count)](
+        logits_NV, tile_largest, *places, ceiling, floor, vocab, stride, blocks, count, *key,
+        COUNT=size, TILE=wide, OWN=own, num_warps=4,
     )  # fmt: skip
-    return token.gather(1, best.argmax(dim=1, keepdim=True))[:, 0].long()
+    _open_kernel[(n, parts)](
+        logits_NV, tile_largest, *places, ceiling, floor, best, token, vocab, stride, blocks, count, *key,
+        COUNT=size, TILE=narrow, OWN=own, num_warps=1,
+    )  # fmt: skip
+    _winner_kernel[(n,)](
+        best, token, tile_largest, token_N, largest_N, spoilt, vocab, parts, count,
+        PARTS=triton.next_power_of_2(parts), COUNT=size, num_warps=1,
+    )  # fmt: skip
+    return token_N, largest_N

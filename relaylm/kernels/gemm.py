@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relaylm.kernels import tl, triton
+from relaylm.kernels import early, tl, triton
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -30,6 +30,7 @@ except ImportError:  # no Triton, or one that is too old
 SHARED_MEMORY = 232_448  # bytes a program may have on Hopper, nearly all used by the stages
 TILE_M, TILE_N, TILE_K = 128, 256, 64  # a product is computed in tiles of m x n, in steps of k
 OPTIONS = {"M": TILE_M, "N": TILE_N, "K": TILE_K, "GROUP": 8, "num_warps": 8, "num_stages": 4}
+FEW_PLACES, FEW_TOKENS = 64, 64  # the most places that `few_logits` takes; tokens of one of its programs
 WIDEST_HEAD = 64  # the angles of wider heads do not fit into the shared memory of `rotated`
 
 
@@ -104,6 +105,26 @@ if triton is not None:
             out_desc.store([at_m, at_n + N // 4], x1)
             out_desc.store([at_m, at_n + N // 2], x2)
             out_desc.store([at_m, at_n + 3 * N // 4], x3)
+
+    @triton.jit
+    def _few_logits_kernel(
+        h_desc, weight_desc, bias, out, few, vocab, width,
+        M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """Logits of M tokens at N places: the float32 weights, which are all there is to read, pass once."""
+        token, place = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, N)
+        added = tl.load(bias + token, mask=token < vocab, other=0.0)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        sum = tl.zeros((M, N), dtype=tl.float32)
+        for k in range(0, width, K):
+            weight, h_high = weight_desc.load([tl.program_id(0) * M, k]), h_desc.load([0, k]).T
+            high = weight.to(h_high.dtype)
+            sum = tl.dot(high, h_high, sum)
+            sum = tl.dot(high, h_desc.load([N, k]).T, sum)
+            sum = tl.dot((weight - high.to(tl.float32)).to(h_high.dtype), h_high, sum)
+        inside = (place < few)[None, :] & (token < vocab)[:, None]
+        tl.store(out + place[None, :] * vocab + token[:, None], sum + added[:, None], mask=inside)
 
 
 def shared_memory(device: torch.device) -> int:
@@ -201,6 +222,27 @@ def split_weights(weight_VD: Tensor, bias_V: Tensor) -> Tensor:
     low = (weight - high.float()).bfloat16()
     bias = torch.stack([bias_V, bias_V - bias_V.bfloat16().float()], dim=1)
     return torch.cat([high, low, high, F.pad(bias, (0, 6, 0, rows - len(bias_V))).bfloat16()], dim=1)
+
+
+def are_few(h_ND: Tensor) -> bool:
+    """Whether `few_logits` applies to these rows."""
+    return len(h_ND) <= FEW_PLACES and _programs(h_ND, TILE_N) > 0
+
+
+def few_logits(split_2ND: Tensor, weight_VD: Tensor, bias_V: Tensor) -> Tensor:
+    """`head` at few places, given as two matrices, rounded to bfloat16 and what that left. The weights are then all
+    there is to read, so they are split on the way."""
+    (_, n, width), vocab = split_2ND.shape, len(bias_V)
+    places = FEW_PLACES if n > FEW_PLACES // 2 else FEW_PLACES // 2
+    h = (F.pad(split_2ND, (0, 0, 0, places - n)) if n < places else split_2ND).view(2 * places, width)
+    out = torch.empty((n, vocab), dtype=torch.float32, device=h.device)
+    _few_logits_kernel[(triton.cdiv(vocab, FEW_TOKENS),)](
+        TensorDescriptor.from_tensor(h, [places, TILE_K]),
+        TensorDescriptor.from_tensor(weight_VD, [FEW_TOKENS, TILE_K]),
+        bias_V, out, n, vocab, width,
+        M=FEW_TOKENS, N=places, K=TILE_K, num_warps=4, num_stages=2, **early(h),
+    )  # fmt: skip
+    return out
 
 
 def head(h_ND: Tensor, pieces_VX: Tensor, vocab_size: int) -> Tensor:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -243,11 +242,14 @@ class Transformer(nn.Module):
         """The output layer on any rows of the residual stream, in float32 (on tensor cores by pieces; never TF32).
         With adaLN the leading dimension must be that of t_B."""
         out = self.output_layer
-        h = out.norm_final(x_KD)
-        if h.dim() == 2 and self._has_kernels():
-            from relaylm.kernels import gemm
+        if x_KD.dim() == 2 and self._has_kernels():
+            from relaylm.kernels import gemm, trunk
 
-            return gemm.head(h, self._pieces(), self.vocab_size)
+            if gemm.are_few(x_KD):
+                split = trunk.norm(x_KD, out.norm_final.weight, torch.bfloat16, split=True)
+                return gemm.few_logits(split, out.linear.weight, out.linear.bias)
+            return gemm.head(out.norm_final(x_KD), self._pieces(), self.vocab_size)
+        h = out.norm_final(x_KD)
         if out.adaLN_modulation is not None:
             assert t_B is not None
             shift, scale = out.adaLN_modulation(self._condition(t_B)).chunk(2, dim=-1)
@@ -287,15 +289,20 @@ class Transformer(nn.Module):
         return self._rotary[key]
 
     def first_qkv(self) -> Tensor:
-        """The first block's queries, keys and values (V, 3D) of every token id, before rotation."""
+        """The first block's queries, keys and values (V, 3D) of every token id, before rotation; values without their
+        bias."""
         block = cast(Block, self.blocks[0])
         sources = (self.vocab_embed.embedding, block.norm1.weight, block.attn_qkv.weight, block.attn_qkv.bias)
         return self._derived(
-            "first_qkv", sources, lambda: project(block.norm1(sources[0]), block.attn_qkv.weight, block.attn_qkv.bias)
+            "first_qkv",
+            sources,
+            lambda: project(
+                block.norm1(sources[0]), block.attn_qkv.weight, None if sources[3] is None else _but_values(sources[3])
+            ),
         )
 
     def grouped_qkv(self, i: int) -> tuple[Tensor, Tensor | None]:
-        """Block i's qkv matrix and bias in the order that `gemm.rotated` needs."""
+        """Block i's qkv matrix and bias, but that of the values, in the order that `gemm.rotated` needs."""
         from relaylm.kernels.gemm import grouped
 
         linear = cast(Block, self.blocks[i]).attn_qkv
@@ -303,14 +310,24 @@ class Transformer(nn.Module):
         weight = self._derived(f"qkv_{i}", (linear.weight,), lambda: grouped(linear.weight, dim))
         if linear.bias is None:
             return weight, None
-        return weight, self._derived(f"qkv_bias_{i}", (linear.bias,), lambda: grouped(linear.bias, dim))
+        bias = self._derived(f"qkv_bias_{i}", (linear.bias,), lambda: grouped(_but_values(linear.bias), dim))
+        return weight, bias
 
-    def mlp_offsets(self) -> Tensor:
-        """The sum of the MLPs' output biases up to each block (depth, D), in float32."""
-        biases = tuple(cast(nn.Linear, cast(Block, block).mlp[2]).bias for block in self.blocks)
-        return self._derived(
-            "mlp_offsets", biases, lambda: torch.stack(list(accumulate(bias.float() for bias in biases)))
-        )
+    def offsets(self) -> list[Tensor | None]:
+        """What biases have added to the residual stream (D) after each attention and each MLP, in float32: attention's
+        weights sum to 1, so a bias of the values adds the same everywhere. None before the first."""
+        blocks, biased = cast(list[Any], self.blocks), self.architecture.qkv_bias
+        added = [(block.attn_out.weight, block.attn_qkv.bias, block.mlp[2].bias) for block in blocks]
+
+        def make() -> Tensor:
+            parts = []
+            for weight, bias, mlp_bias in added:
+                values = weight.float() @ bias[-len(mlp_bias) :].float() if biased else torch.zeros_like(mlp_bias)
+                parts += [values.float(), mlp_bias.float()]
+            return torch.stack(parts).cumsum(dim=0)
+
+        offsets_ND = self._derived("offsets", tuple(tensor for each in added for tensor in each), make)
+        return [None if i == 0 and not biased else offsets_ND[i] for i in range(2 * len(blocks))]
 
     def _pieces(self) -> Tensor:
         """The head's weights as bfloat16 pieces."""
@@ -359,6 +376,11 @@ class Transformer(nn.Module):
         state = {k: v.to(reference) for k, v in state.items() if not k.startswith("sigma_map.")}
         plain = Architecture(**{**a.to_json(), "adaln": False, "qkv_bias": True})
         return build(plain, state)
+
+
+def _but_values(bias_X: Tensor) -> Tensor:
+    """A bias of queries, keys and values, with zeros for the values."""
+    return bias_X.where(torch.arange(len(bias_X), device=bias_X.device) < 2 * len(bias_X) // 3, 0)
 
 
 def build(architecture: Architecture, state: dict[str, Tensor], where: object = "") -> Transformer:

@@ -264,18 +264,18 @@ class Run:
 
     def samples(self, schedule: str, steps: float, began: float) -> Samples:
         """What came out, once nothing is left to do; `began` by time.perf_counter()."""
-        self.engine.drawer.check()
         plan, events, model_E, options = self.plan, self.events, self.queue.model_E, self.options
-        tokens_nL = self.engine.state_nL[: plan.n].contiguous().cpu().numpy()
-        assert self.done == len(model_E) and not (tokens_nL == options.mask_id).any(), "a planned event was not run"
         everywhere = self.states is not None and self.states.wants_logits
         heavy = options.heavy or self.names[-1]
         cost = cost_of_calls(self.models, model_E, events.count_E, plan.length, heavy, self.policy, plan, everywhere)
         cost.network_calls, cost.padded_calls = self.network_calls, self.padded_calls
         cost.shared_calls, cost.batch_size = self.shared_calls, self.queue.batch
-        cost.seconds = time.perf_counter() - began
         model_nL = np.full(plan.given_nL.shape, -1, dtype=np.int16)
         row_F = np.repeat(np.arange(plan.n), (plan.given_nL < 0).sum(axis=1))
         model_nL[row_F, events.positions_F] = np.repeat(model_E, events.count_E)
         trace = Trace(events.step_nL, plan.u_nL, model_nL, self.names)
+        tokens_nL = self.engine.state_nL[: plan.n].contiguous().cpu().numpy()  # waits for the device
+        self.engine.drawer.check()
+        assert self.done == len(model_E) and not (tokens_nL == options.mask_id).any(), "a planned event was not run"
+        cost.seconds = time.perf_counter() - began
         return Samples(tokens_nL, trace, cost, schedule, steps, plan.seed, changes_law=options.law.changes)

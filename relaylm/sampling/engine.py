@@ -118,9 +118,12 @@ class Engine:
         returned may be overwritten by the next call."""
         make = partial(self.step, call.model, call.shape, everywhere=everywhere)
         model = None if everywhere else self.models[call.model]
-        # While capturing, every place is the scratch row's, so that nothing real is written.
-        blank = zip(call.shape.parts, (SCRATCH, 0, 0, SCRATCH, 0), strict=True)
-        return self.graphs.run((call.model, call.shape), model, make, call.index, call.t_B, blank)
+        # Its number in place of SCRATCH: the fastest way to select rows knows no negative ones. While capturing, every
+        # place is the scratch row's, so that nothing real is written.
+        last = len(self.state_nL) - 1
+        index = np.where(call.index < 0, last, call.index)
+        blank = zip(call.shape.parts, (last, 0, 0, last, 0), strict=True)
+        return self.graphs.run((call.model, call.shape), model, make, index, call.t_B, blank)
 
     def step(
         self, model_index: int, shape: Shape, index: Tensor, t_B: Tensor, everywhere: bool = False
@@ -128,13 +131,13 @@ class Engine:
         """The device's part of a call, on tensors that are there already."""
         rows_B, positions, kept_N, row_N, position_N = torch.split(index, shape.parts)
         model = at_rows(self.models[model_index], rows_B)
-        tokens_BL, logits_BLV = self.state_nL[rows_B], None
+        tokens_BL, logits_BLV = self.state_nL.index_select(0, rows_B), None
         if everywhere:
             logits_BLV, head = model.logits(tokens_BL, t_B), None
             features = logits_BLV[kept_N // shape.per_row, position_N]
         else:
             features, head = features_at(model, tokens_BL, t_B, positions.view(shape.rows, shape.per_row))
-            features = features[kept_N]
+            features = features.index_select(0, kept_N)
         t_N = t_B[kept_N // shape.per_row] if head is not None and sees_t(model) else None
         return *self.write(features, head, t_N, row_N, position_N, shape.rows), logits_BLV
 
@@ -155,9 +158,10 @@ class Engine:
 
     def _draw(self, logits_NV: Tensor, row_N: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
         seed = None if self.seeds_2n is None else (self.seeds_2n[0, row_N], self.seeds_2n[1, row_N])
-        token_N, lawful_NV = self.drawer(logits_NV, self.row_ids[row_N], position_N, torch.zeros_like(row_N), seed)
+        drawn = logits_NV, self.row_ids[row_N], position_N, torch.zeros_like(row_N), seed
+        token_N, lawful_NV, largest_N = self.drawer(*drawn)
         if not self.scored:
-            return token_N, token_N if seed is None else lawful_NV.amax(dim=-1).to(self.exact)
+            return token_N, token_N if seed is None else largest_N.to(self.exact)
         log_p_NV = lawful_NV.to(self.exact).log_softmax(dim=-1)
         return token_N, log_p_NV.gather(1, token_N[:, None])[:, 0]
 

@@ -65,35 +65,34 @@ class Drawer:
 
     def __init__(self, law: Law, seed: int, mask_id: int, device: torch.device, greedy: bool = False) -> None:
         self.law, self.seed, self.mask_id, self.greedy = law, seed, mask_id, greedy
-        self._race = noise.race
+        self._race = noise.race_and_largest
         if device.type != "cpu":
             from relaylm.kernels.draw import race
 
             self._race = race
-        self._sum_of_largest = torch.zeros((), dtype=widest_float(device), device=device)
+        self._spoilt = torch.zeros(1, dtype=torch.int32, device=device)  # 1 once logits were not finite
 
     def __call__(
         self, logits_NV: Tensor, row_N: Tensor, position_N: Tensor, draw_N: Tensor, seed: noise.Seed | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """A token for each place, and the logits (N, V) of the law that it was drawn from; `seed` for places that have
-        their own."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A token for each place, the logits (N, V) of the law that it was drawn from, and the largest of them; `seed`
+        for places that have their own."""
         if not logits_NV.is_floating_point():
             raise UserError(f"a model must give logits in floating-point numbers, not {logits_NV.dtype}")
         lawful_NV = self.law.apply(logits_NV, self.mask_id)
-        # The largest logit is NaN if any is, +inf if any is, and -inf if no token is possible; -inf for some tokens is
-        # allowed. A sum is finite only if all of its terms are.
-        self._sum_of_largest += lawful_NV.amax(dim=-1).sum(dtype=self._sum_of_largest.dtype)
         if self.greedy:
-            token_N = lawful_NV.argmax(dim=-1)
+            largest_N, token_N = lawful_NV.max(dim=-1)
+            self._spoilt |= (~largest_N.isfinite()).any()
         else:
-            token_N = self._race(lawful_NV, self.seed if seed is None else seed, row_N, position_N, draw_N)
-        return token_N.clamp_max(lawful_NV.shape[-1] - 1), lawful_NV  # a race among NaNs has no winner
+            key = self.seed if seed is None else seed
+            token_N, largest_N = self._race(lawful_NV, key, row_N, position_N, draw_N, self._spoilt)
+        return token_N, lawful_NV, largest_N
 
     def check(self) -> None:
         """Refuse what was drawn if any logits were not finite. Call it once at the end: it waits for the device."""
-        total = float(self._sum_of_largest)
-        self._sum_of_largest.zero_()
-        if not math.isfinite(total):
+        spoilt = bool(self._spoilt)
+        self._spoilt.zero_()
+        if spoilt:
             raise UserError(
                 "a model gave logits that are not finite: its weights are damaged or overflow this precision"
             )

@@ -223,7 +223,7 @@ class RuleState:
             part = slice(start, start + most)
             # The law writes into the logits, which may be the model's own.
             logits_NV = features[part].clone() if head is None else head(features[part], t_N[part])
-            token_N, lawful_NV = self.drawer(logits_NV, row_N[part], position_N[part], draw_N[part])
+            token_N, lawful_NV, _ = self.drawer(logits_NV, row_N[part], position_N[part], draw_N[part])
             token_N = token_N if truth_N is None else truth_N[part]
             kind = torch.promote_types(lawful_NV.dtype, self.least)
             log_p_NV = lawful_NV.to(kind).log_softmax(dim=-1)

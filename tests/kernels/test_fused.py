@@ -235,19 +235,22 @@ def test_attention_of_a_few_queries() -> None:
     kind, allowed = (torch.bfloat16, 0.01) if ON_CUDA else (torch.float32, 1e-6)
     generator = torch.Generator().manual_seed(9)
     shapes = ((2, 3, 64, 2, 32), (3, 1, 300, 1, 16), (2, 16, 5, 3, 16), (1, 7, 256, 2, 64))
-    for (b, k, length, heads, dim), has_bias in itertools.product(shapes, (False, True)):
+    for b, k, length, heads, dim in shapes:
         width = heads * dim
         assert kernels.pools(k, dim)
         query = torch.randn(b, k, heads, dim, generator=generator).to(DEVICE, kind)
         key, h = torch.randn(2, b, length, width, generator=generator).to(DEVICE, kind)
         weight = (torch.randn(width, width, generator=generator) / width**0.5).to(DEVICE, kind)
-        bias = torch.randn(width, generator=generator).to(DEVICE, kind) if has_bias else None
-        got = kernels.attend_few(query, key, h, weight, bias).double()
-        value = h.double() @ weight.double().T + (0.0 if bias is None else bias.double())
+        got = kernels.attend_few(query, key, h, weight).double()
+        value = h.double() @ weight.double().T
         q, k_, v = query.double().transpose(1, 2), *(x.double().view(b, length, heads, dim) for x in (key, value))
         want = F.scaled_dot_product_attention(q, k_.transpose(1, 2), v.transpose(1, 2))
         want = want.transpose(1, 2).reshape(b * k, width)
-        assert float((got - want).norm() / want.norm()) < allowed, (b, k, length, heads, dim, has_bias)
+        assert float((got - want).norm() / want.norm()) < allowed, (b, k, length, heads, dim)
+
+
+def unspoilt() -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=DEVICE)
 
 
 def test_race_kernel_draws_what_the_race_draws() -> None:
@@ -258,8 +261,48 @@ def test_race_kernel_draws_what_the_race_draws() -> None:
         logits = 3 * torch.randn(5, vocab, generator=generator)
         logits[2, vocab // 2 :] = -torch.inf
         with mock.patch.object(draw, "MANY_PROGRAMS", programs):
-            got = draw.race_kernel(logits.to(DEVICE), 7, *(ids.to(DEVICE) for ids in line))
+            got, largest = draw.race_kernel(logits.to(DEVICE), 7, *(ids.to(DEVICE) for ids in line), unspoilt())
         assert torch.equal(got.cpu(), race(logits, 7, *line)), (programs, vocab)
+        assert torch.equal(largest.cpu(), logits.amax(dim=1))
+
+
+def test_race_kernel_of_extreme_logits() -> None:
+    """Far from 0 the noise still decides among equals; NaN and infinity are in the largest logits."""
+    line = [torch.tensor(ids) for ids in ([0, 1, 2], [4, 4, 0], [0, 0, 1])]
+    for top in (1e30, -1e30, 3e6):
+        logits = torch.full((3, 300), top) * torch.ones(300).where(torch.arange(300) % 3 > 0, 1 - (top > 0) * 0.5)
+        got, _ = draw.race_kernel(logits.to(DEVICE), 7, *(ids.to(DEVICE) for ids in line), flag := unspoilt())
+        assert int(flag) == 0
+        assert torch.equal(got.cpu(), race(logits, 7, *line)), top
+    for spoilt in (torch.nan, torch.inf):
+        logits = torch.zeros(3, 5000)
+        logits[1, 4500] = spoilt
+        got, largest = draw.race_kernel(logits.to(DEVICE), 7, *(ids.to(DEVICE) for ids in line), flag := unspoilt())
+        assert int(flag) == 1 and largest.cpu().isfinite().tolist() == [True, False, True] and int(got.max()) < 5000
+
+
+def test_rotation_at_positions() -> None:
+    """Of listed positions as of whole rows."""
+    generator = torch.Generator().manual_seed(12)
+    qkv = torch.randn(2, 21, 96, generator=generator).to(DEVICE)
+    angle = torch.randn(21, 8, generator=generator).to(DEVICE)
+    positions = torch.tensor([[3, 20, 0], [7, 7, 1]], device=DEVICE)
+    some = qkv.gather(1, positions[:, :, None].expand(-1, -1, 96)).flatten(0, 1).contiguous()
+    whole = kernels.rotate_(qkv.clone(), angle.cos(), angle.sin(), 4)
+    got = kernels.rotate_(some, angle.cos(), angle.sin(), 4, positions_BK=positions).view(2, 3, 96)
+    assert torch.equal(got, whole.gather(1, positions[:, :, None].expand(-1, -1, 96)))
+
+
+def test_logits_at_few_places() -> None:
+    """The head from the residual stream, in pieces, against float64."""
+    generator, kind = torch.Generator().manual_seed(13), torch.bfloat16 if ON_CUDA else torch.float32
+    for n, vocab in ((1, 100), (32, 256), (33, 300)):
+        x, weight = torch.randn(n, 128, generator=generator), torch.randn(vocab, 128, generator=generator) / 11
+        bias, scale = torch.randn(vocab, generator=generator), torch.randn(128, generator=generator)
+        want = F.linear(F.layer_norm(x.double(), (128,), scale.double()), weight.double(), bias.double())
+        split = kernels.norm(x.to(DEVICE), scale.to(DEVICE), kind, split=True)
+        got = products.few_logits(split, weight.to(DEVICE), bias.to(DEVICE))
+        assert got.shape == want.shape and float((got.cpu() - want).norm() / want.norm()) < 3e-5
 
 
 def test_norm_from_table() -> None:

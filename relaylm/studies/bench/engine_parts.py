@@ -63,7 +63,7 @@ def _call_parts(model: Transformer, shape: Shape, length: int, seed: int) -> tup
     t_B = torch.ones(shape.rows, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
     generator = torch.Generator().manual_seed(seed)
     positions_BK = torch.randint(0, length, (shape.rows, shape.per_row), generator=generator).to(device)
-    row_N = torch.arange(shape.kept, device=device)
+    row_N, spoilt = torch.arange(shape.kept, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     with settings(device):
         hidden_ND = model.hidden_at(x_BL, t_B, positions_BK).flatten(0, 1)[: shape.kept]
         logits_NV = model.head(hidden_ND)
@@ -71,7 +71,7 @@ def _call_parts(model: Transformer, shape: Shape, length: int, seed: int) -> tup
         parts: dict[str, Callable[[], Any]] = {
             "blocks": lambda: model.hidden_at(x_BL, t_B, positions_BK),
             "head": lambda: model.head(hidden_ND),
-            "drawing": lambda: race(logits_NV, seed, row_N, row_N, torch.zeros_like(row_N)),
+            "drawing": lambda: race(logits_NV, seed, row_N, row_N, torch.zeros_like(row_N), spoilt),
         }
         seconds = {name: device_seconds_of(part, device) for name, part in parts.items()}
         return seconds, kernels_of(parts["blocks"], device) if device.type == "cuda" else []
