@@ -212,7 +212,7 @@ def trunk(network: Any, tokens_BL: Tensor, positions_BK: Tensor) -> Tensor:
     computes only what the positions need, its few queries without values (`attend_few`); where a call has few rows, and
     so costs what its kernels take to start, all of the last block's attention is computed by the kernel of the others.
     """
-    a = network.architecture
+    a, positions_BK = network.architecture, positions_BK.contiguous()
     (b, length), k, last = tokens_BL.shape, positions_BK.shape[1], len(network.blocks) - 1
     cos, sin = network.angles(length)
     table_VD = network.vocab_embed.embedding

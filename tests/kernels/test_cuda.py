@@ -139,7 +139,7 @@ def test_trunk_kernels_in_every_way_they_go() -> dict[str, float]:
         for parameter in model.requires_grad_(False).parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
         tokens = torch.randint(0, 60, (length, 6), generator=generator).T  # not in the order of memory
-        positions, t = torch.randint(0, length, (6, places), generator=generator), torch.ones(6)
+        positions, t = torch.randint(0, length, (places, 6), generator=generator).T, torch.ones(6)
         with settings("cuda"):
             want = model.hidden_at(tokens, t, positions)
         model.cuda().cast(torch.bfloat16).narrow = narrow
