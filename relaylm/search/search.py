@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from relaylm.core import cost
-from relaylm.core.schedule import Schedule
+from relaylm.core.schedule import Schedule, Spacing
 from relaylm.errors import UserError, meant
 from relaylm.measure import prices as pricing
 from relaylm.measure.estimate import announce, announce_calls
 from relaylm.measure.evaluate import Workers, given_rows, open_store
 from relaylm.measure.judge import load_judge
+from relaylm.measure.rivals import one_model
 from relaylm.search.evolve import Evolve
 from relaylm.search.exhaustive import Exhaustive
 from relaylm.search.space import SLACK, Problem
@@ -307,6 +309,8 @@ def limits(problem: Problem, budget: str | float | Sequence[float] | None, light
         return [space.price(space.all_light) if light else all_heavy - float(gain_S[:light_segments].sum())]
     asked = budgets("25%" if budget is None else budget)
     floor = math.fsum(problem.space().price_SO.min(axis=1))
+    if problem.spaced:  # all positions at once
+        floor = min(floor, problem.price(replace(one_model(problem.models[0]), spacing=Spacing(1))))
     found = [b.limit(all_heavy) for b in asked]
     within = [limit for limit in found if limit * (1 + SLACK) >= floor]
     most = f"at most {1 - floor / all_heavy:.1%} can be saved"
