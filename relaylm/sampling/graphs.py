@@ -113,8 +113,8 @@ class _Graph:
 
 
 def wait_for(event: Any) -> None:
-    """Wait for an event of the device. If it is over already, no other thread gets a turn."""
-    if not event.query():
+    """Wait for an event of the device, if there is one. If it is over already, no other thread gets a turn."""
+    if event is not None and not event.query():
         event.synchronize()
 
 

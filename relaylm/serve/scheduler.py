@@ -154,6 +154,7 @@ class Made:
     padded: int
     tokens: int
     seconds: float
+    waited: float = 0.0  # of these the host did nothing but wait for the device
 
 
 @dataclass
@@ -348,11 +349,10 @@ class Scheduler:
         rows = rows[: len(counts)]
         places_R, events_R = (np.array([getattr(row, name) for row in rows]) for name in ("place", "next"))
         call = pack(model, shape, places_R, events_R, np.array(counts), np.concatenate(parts), np.array(times))
-        began = self.clock()
+        began, lane.used = self.clock(), self.calls
         token_N, logprob_N, _ = lane.engine.run(call)
         written, ready = _copied(token_N, logprob_N)
         self._launched.append(_Launched(rows, events_R.tolist(), parts, model, shape, lane, written, ready, began))
-        lane.used = self.calls
         for row in rows:
             row.next, row.since, row.job.began = row.next + 1, self.calls, min(row.job.began, began)
             if row.next == row.end:
@@ -362,8 +362,9 @@ class Scheduler:
 
     def _deliver(self, call: _Launched) -> None:
         """Wait for a call, and pass on what it wrote."""
-        if call.ready is not None:
-            wait_for(call.ready)
+        reached = self.clock()
+        wait_for(call.ready)
+        waited = self.clock() - reached
         written_N, logprob_N = call.written.numpy()
         token_N, finite = written_N.astype(np.int64), bool(np.isfinite(logprob_N).all())
         end, model = 0, call.rows[0].job.names[call.model]
@@ -384,7 +385,7 @@ class Scheduler:
                 self._written(row)
         first, rows, padded = call.rows[0].job, len(call.rows), call.shape.rows - len(call.rows)
         shape_text = f"{call.shape.rows}x{first.plan.length}:{call.shape.kept}"
-        self.on_call(Made(first.lane, model, shape_text, rows, padded, end, self.clock() - call.began))
+        self.on_call(Made(first.lane, model, shape_text, rows, padded, end, self.clock() - call.began, waited))
 
     def _run_rule(self, row: _Row) -> None:
         """One call of a request under a rule."""

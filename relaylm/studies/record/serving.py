@@ -160,6 +160,17 @@ async def poisson(address: str, fields: dict[str, Any], rate: float, requests: i
         return list(await asyncio.gather(*(one(seed, at) for seed, at in enumerate(times))))
 
 
+def counted(address: str) -> dict[str, float]:
+    """What the server's own metrics say of its calls so far: number, rows, and seconds of waiting for the device."""
+    with urlopen(f"{address}/metrics") as answer:
+        lines = [line.rpartition(" ") for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    names = {"calls": "calls_total", "rows": "call_rows_total", "waited": "call_wait_seconds_total"}
+    return {
+        short: sum(float(value) for label, _, value in lines if label.partition("{")[0] == f"relaylm_{name}")
+        for short, name in names.items()
+    }
+
+
 def saturation(
     address: str, pid: int, family: Family, fields: dict[str, Any], rounds: int, each: int
 ) -> dict[str, Any]:
@@ -170,9 +181,12 @@ def saturation(
     rows, same = CLIENTS * each, True
     asyncio.run(closed(address, fields, CLIENTS, 1, 2 * 10**6))  # both warm
     sample(family, fields["schedule"], batch, batch_size=batch, **options)
+    totals = dict.fromkeys(("calls", "rows", "waited", "seconds"), 0.0)
     for seed in range(0, rounds * rows, rows):
-        spent = numbers_of(pid)[0]
+        spent, clock, before = numbers_of(pid)[0], time.perf_counter(), counted(address)
         answers, times = asyncio.run(closed(address, fields, CLIENTS, each, seed))
+        now = {**counted(address), "seconds": time.perf_counter()}
+        totals = {name: totals[name] + now[name] - {**before, "seconds": clock}[name] for name in totals}
         middle = (rows - 2 * CLIENTS) / (times[-CLIENTS - 1] - times[CLIENTS - 1])
         found["server"].append([middle, (numbers_of(pid)[0] - spent) / rows])
         clock, usage = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
@@ -192,6 +206,9 @@ def saturation(
         "processor_seconds_per_row": {"server": float(server[1]), "sample": float(alone[1])},
         "ratio_by_clock": float(server[0] / alone[0]),
         "ratio_by_processor_time": float(alone[1] / server[1]),
+        "calls_per_second": totals["calls"] / totals["seconds"],
+        "rows_per_call": totals["rows"] / totals["calls"],
+        "share_waiting_for_the_device": totals["waited"] / totals["seconds"],
         "each": found,
         "texts_equal": bool(same),
     }
