@@ -126,14 +126,16 @@ def _front(name: str, found: Mapping[str, Any]) -> str:
                     row["entropy of words"] = f"{min(entropies):.2f} to {max(entropies):.2f}"
                 rows.append(row)
         parts.append(table(rows))
-    base, one = (next(c for c in found["cells"] if c["kind"] == kind) for kind in ("reference", "inf"))
+    base = next(cell for cell in found["cells"] if cell["kind"] == "reference")
     gpu = found["machine"]["gpu"]
     head = f"`{name}`, {found['heavy']}, length {found['length']}, {found['n']:,} samples of a cell (a quarter as "
     head += "many for EB-Sampler, low-confidence and one position at a time) and "
     head += f"{found['bound_rows']} rows of held-out text, {gpu}; T = {found['length']} has an entropy of words of "
     head += f"{base['word_entropy']:.2f}:"
-    last = f"One position at a time ({-one['saved']:.0%} more FLOPs): samples {_shown(one['samples'])}, likelihood "
-    return "\n\n".join([head, *parts, f"{last}{_shown(one['bound'])}."])
+    for one in (cell for cell in found["cells"] if cell["kind"] == "inf"):
+        last = f"One position at a time ({-one['saved']:.0%} more FLOPs): samples {_shown(one['samples'])}, likelihood "
+        parts.append(f"{last}{_shown(one['bound'])}.")
+    return "\n\n".join([head, *parts])
 
 
 def _shown(item: Mapping[str, Any] | None) -> str:

@@ -42,8 +42,11 @@ def run(args: argparse.Namespace) -> tools.Result:
     if os.environ.get("RANK", "0") != "0":  # not the first of the processes of torchrun
         return {}
     found = report(folder, TokenFile.load(args.corpus, verify=False), args.device)
-    tools.show(args, render(Family.load(folder), found))
-    return {"family": str(folder), **found}
+    family = Family.load(folder)
+    tools.show(args, render(family, found))
+    seed = family.meta["preset"]["recipe"]["seed"]
+    result = {"family": str(folder), "seed": seed, **found, "training": family.meta["training"]}
+    return tools.with_provenance(result, family, args)
 
 
 def setting(text: str) -> tuple[str, Any]:
