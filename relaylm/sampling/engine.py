@@ -130,7 +130,7 @@ class Engine:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The device's part of a call, on tensors that are there already."""
         rows_B, positions, kept_N, row_N, position_N = torch.split(index, shape.parts)
-        model = at_rows(self.models[model_index], rows_B)
+        model = at_rows(self.models[model_index], rows_B, len(self.state_nL) - 1)
         tokens_BL, logits_BLV = self.state_nL.index_select(0, rows_B), None
         if everywhere:
             logits_BLV, head = model.logits(tokens_BL, t_B), None
@@ -170,9 +170,10 @@ class Engine:
         self.graphs.release()
 
 
-def at_rows(model: Any, rows_B: Tensor) -> Any:
-    """A model for a call of these rows: another one only where it holds something of each row (`blocks`)."""
-    return model.of_rows(rows_B) if hasattr(model, "of_rows") else model
+def at_rows(model: Any, rows_B: Tensor, n: int | None = None) -> Any:
+    """A model for a call of these rows: another one only where it holds something of each row (`blocks`). Numbers of n
+    and above, the scratch row's, stand for any of them."""
+    return model.of_rows(rows_B if n is None else rows_B.clamp_max(n - 1)) if hasattr(model, "of_rows") else model
 
 
 def features_at(model: Any, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> tuple[Tensor, Any]:

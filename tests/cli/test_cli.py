@@ -73,7 +73,8 @@ FLAGS = {
     | {"--time-limit", "--light", "--heavy", "--batch-size", "--store", "--fresh", "--cluster", "--plot", "--csv"}
     | {"--seed", "--device"},
     "importance": COMMON
-    | {"--family", "--text", "--states", "--pairs", "--timesteps", "--sequences", "--plot", "--seed", "--device"},
+    | {"--family", "--text", "--states", "--pairs", "--timesteps", "--sequences", "--plot", "--seed", "--device"}
+    | {"--twin"},
     "pairs": COMMON
     | {"--family", "--model", "--text", "--samples", "--rows", "--length", "--max-loss", "--calls", "--plot", "--seed"}
     | {"--keep", "--device"},
@@ -94,7 +95,7 @@ FLAGS = {
     "demo": COMMON | {"--family", "--prompt", "--seed", "--device"},
     "reproduce": COMMON
     | {"--family", "--scale", "--only", "--out", "--store", "--text", "--second", "--bpe", "--stages", "--judge"}
-    | {"--records", "--samples", "--seed", "--device"},
+    | {"--records", "--samples", "--seed", "--device", "--bpe-twin"},
 }
 
 
