@@ -278,9 +278,9 @@ def sampling() -> dict[str, Run]:
     third[5:9] = [19, 7, 4, 26]
     timetable = Timetable(("4b", "12b", "8b", "12b", "4b"), (1.0, 0.8, 0.55, 0.3, 0.1, 0.0))
     runs: dict[str, Run] = {
-        "wiki-4b": wiki_run("4b"),
-        "wiki-8b": wiki_run("8b", seed=1),
-        "wiki-12b": wiki_run("12b"),
+        "wiki-4b": wiki_run("4b", steps=32),
+        "wiki-8b": wiki_run("8b", seed=1, steps=32),
+        "wiki-12b": wiki_run("12b", steps=32),
         "wiki-light": wiki_run("light", 3, steps=16),
         "wiki-heavy": wiki_run("heavy", 3, steps=16),
         "wiki-roles": wiki_run("L8 H8", light="8b", heavy="12b"),

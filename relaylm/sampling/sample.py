@@ -223,7 +223,8 @@ def settle(
         if given.max() >= family.vocab_size:
             raise UserError(f"token {given.max()} is given, but the family knows ids 0 to {family.vocab_size - 1} only")
     width = family.block_length or given.shape[-1]  # positions that one run of the sampler writes
-    default = family.spacing(width) if rule is None and alpha == LINEAR else None
+    asked = steps is not None or spacing is not None or rule is not None or alpha != LINEAR
+    default = None if asked else family.spacing(width)
     policy, steps = choose_spacing(policy, steps, spacing, spread, width, default)
     free_form = isinstance(policy, Schedule) and (policy.steps is not None or policy.spacing is not None)
     if steps is None and not free_form and not (rule is not None and rule.adaptive):
