@@ -59,7 +59,8 @@ def bars(panels: Mapping[str, Result], path: Path) -> Path:
 
 
 def _rival_label(row: Mapping[str, Any]) -> str:
-    shorts = {"middle": row["schedule"], "fewer": row["schedule"], "evenly": "even", "random": "random"}
+    name = str(row["schedule"])
+    shorts = {"middle": name, "fewer": name, "spaced": name.split()[-1], "evenly": "even", "random": "random"}
     found = [short for word, short in shorts.items() if word in str(row.get("rival") or "")]
     return f"rival:\n{found[0]}" if found else "rival"
 
