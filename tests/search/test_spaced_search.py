@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from relaylm.measure.schedule_likelihood import BoundTable, measure_table, sched
 from relaylm.models.family import Family
 from relaylm.models.folder import save_family
 from relaylm.sampling.sample import sample
-from relaylm.search.search import search
+from relaylm.search.search import limits, search
 from relaylm.search.space import SLACK, Problem
 from relaylm.search.spaced import predicted_bound, spaced_alone, spaced_mixed
 from relaylm.search.trials import Trials
@@ -62,6 +63,17 @@ def test_one_model_has_the_largest_spacing_that_fits(problem: Problem) -> None:
         fits = [d for d in range(1, LENGTH) if problem.price(Schedule.parse(f"3b:100% spaced:{d}")) <= limit]
         assert spaced_alone(problem, "3b", limit) == Schedule.parse(f"3b:100% spaced:{max(fits)}")
     assert spaced_alone(problem, "3b", 1.0) is None
+
+
+def test_budgets_that_only_spaced_plans_meet(problem: Problem) -> None:
+    """All positions in one call of the lightest model is the least there is; without spaced plans all of its steps."""
+    problem = dataclasses.replace(problem, densities=(Fraction(1),), notes=[])
+    least = problem.price(Schedule.parse(f"{problem.models[0]}:100% spaced:1")) / problem.all_heavy
+    met = limits(problem, [0.5, 1 - 1.01 * least, 1 - 0.99 * least], None)
+    assert met == pytest.approx([0.5 * problem.all_heavy, 1.01 * least * problem.all_heavy])
+    plain = dataclasses.replace(problem, pairs=None, notes=[])
+    assert limits(plain, [0.5, 1 - 1.01 * least], None) == pytest.approx([0.5 * problem.all_heavy])
+    assert len(plain.notes) == 1
 
 
 def test_the_mixture_of_least_predicted_loss_is_found(problem: Problem, bounds: BoundTable) -> None:
