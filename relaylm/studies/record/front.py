@@ -1,7 +1,7 @@
 """What each way of saving compute loses: quality over operations saved, by who computes and what is written together.
 
     python -m relaylm.studies.record.front FAMILY OUT.json [--n 1600] [--bound-rows 160] [--levels 50,67,80,90,95]
-        [--kinds sets,uniform,...] [--also "SCHEDULE"] [--also @SEARCH.json] [--device auto] [--store FOLDER]
+        [--kinds sets,uniform,...] [--few inf,eb,...] [--also "SCHEDULE"] [--also @SEARCH.json] [--store FOLDER]
     python -m relaylm.studies.record.front FAMILY OUT.json --draw
 
 A cell is one kind at one level, the share of operations to be saved against the heavy model in as many uniform steps as
@@ -11,10 +11,10 @@ then reported as measured. Each cell has samples, judged by the family's own jud
 where the rule looks at no draw it has the likelihood bound of held-out rows, paired as well. Losses are in hundredths:
 of log-perplexity, and of a nat for one position. `against_sets` is the same against spaced sets of the same level.
 
-Cells with many calls, or slow ones, have a quarter of the rows (`n` of a cell says how many). OUT.json is written after
-every cell. Samples and bounds go through the store, so the same command resumes; cells of OUT.json that a command does
-not name stay in it, if it is about the same family, rows and precision. `--also @SEARCH.json` takes what a search
-(`relaylm search --json`) chose at those of its budgets that are levels here; with `--kinds sets` the choice is compared
+Cells of the `--few` kinds, slow ones, have a quarter of the rows (`n` of a cell says how many). OUT.json is written
+after every cell. Samples and bounds go through the store, so the same command resumes; cells of OUT.json that a command
+does not name stay in it, if it is about the same family, rows and precision. `--also @SEARCH.json` takes what a search
+(`relaylm search --json`) chose at those of its budgets that are levels here; with `--kinds sets` it is compared
 with spaced sets, too. With `--draw` only the figure is made, OUT.svg.
 """
 
@@ -58,7 +58,7 @@ PARTS = {
     "samples": "samples: extra log-perplexity, hundredths",
     "bound": "likelihood: loss, hundredths of a nat a position",
 }
-FEW = ("inf", "eb", "low-confidence")  # kinds with a quarter of the rows
+FEW = ("inf", "eb", "low-confidence")
 MIXED = {"light-first": "L25% H75%", "sandwich": "L12.5% H75% L12.5%", "light-last": "H75% L25%"}
 KINDS = {  # in the order in which they are measured
     "sets": "spaced sets",
@@ -91,6 +91,8 @@ class Cell:
 class Study:
     """A family with its rows, and everything that was measured of it in this run."""
 
+    few: Sequence[str] = FEW
+
     def __init__(self, family: Family, n: int, rows_NL: np.ndarray | None, store: Store | None) -> None:
         self.family, self.n, self.rows_NL, self.store = family, n, rows_NL, store
         self.light, self.heavy = family.roles()
@@ -120,7 +122,7 @@ class Study:
 
     def measure(self, cell: Cell) -> dict[str, Any]:
         """The samples of a cell, judged, and its bound; what both lose against the reference."""
-        rows = max(2, self.n // 4) if cell.kind in FEW else self.n
+        rows = max(2, self.n // 4) if cell.kind in self.few else self.n
         given_nL = np.full((rows, self.length), -1)
         evaluator = Evaluator(
             self.family, self.judge, given_nL, self.heavy, seed=SEED, batch=self.batch,
@@ -150,12 +152,8 @@ class Study:
         if rows_NL is None or (rule is not None and not rule.bounded):
             return None
         used = {name: self.family[name] for name in self.family.names if name in cell.spec.schedule.models}
-        options: dict[str, Any] = {
-            "steps": cell.spec.steps,
-            "rule": rule,
-            "device": self.family.device,
-            "batch_size": self.batch,
-        }
+        options: dict[str, Any] = {"steps": cell.spec.steps, "rule": rule}
+        options |= {"device": self.family.device, "batch_size": self.batch}
 
         def run() -> dict[str, Any]:
             found = plan_bound(used, cell.spec.schedule, rows_NL, self.family.mask_id, seed=SEED, **options)
@@ -323,6 +321,7 @@ def main() -> None:
     parser.add_argument("--bound-rows", type=int, default=160)
     parser.add_argument("--levels", default="50,67,80,90,95", help="operations to be saved, per cent")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}; none for --also alone")
+    parser.add_argument("--few", default=",".join(FEW), help="kinds with a quarter of the samples")
     parser.add_argument("--also", action="append", default=[], metavar="WHAT", help="schedule, rule or @SEARCH.json")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--store", type=Path, help="samples and bounds (default: OUT.store)")
@@ -332,19 +331,24 @@ def main() -> None:
         print(draw(json.loads(options.out.read_text()), options.out.with_suffix(".svg")))
         return
     kinds = [kind for kind in KINDS if kind in options.kinds.split(",")]
-    if unknown := set(options.kinds.split(",")) - {*KINDS, "none"}:
+    few = options.few.split(",")
+    if unknown := {*options.kinds.split(","), *few} - {*KINDS, "none"}:
         raise UserError(f"there is no kind {min(unknown)!r}: choose from {', '.join(KINDS)}")
     levels = [float(level) / 100 for level in options.levels.split(",")]
     family = Family.load(options.family, device=options.device)
     text = held_out(family)
     rows_NL = None if text is None or not options.bound_rows else spread_rows(text, family.length, options.bound_rows)
     study = Study(family, options.n, rows_NL, Store(options.store or options.out.with_suffix(".store")))
-    about: dict[str, Any] = {
-        "family": {"name": family.name, "digest": family.digest},
+    study.few = few
+    about: dict[str, Any] = {"family": {"name": family.name, "digest": family.digest}}
+    about |= {
         "light": study.light,
         "heavy": study.heavy,
+        "length": study.length,
+        "n": options.n,
+        "seed": SEED,
+        "precision": family.precision,
     }
-    about |= {"length": study.length, "n": options.n, "seed": SEED, "precision": family.precision}
     about |= {"bound_rows": 0 if rows_NL is None else len(rows_NL), "judge": study.judge.name}
     known = json.loads(options.out.read_text()) if options.out.exists() else {}
     same = all(known.get(key) == value for key, value in about.items())
