@@ -3,10 +3,6 @@ r"""Attention over short rows, forward and backward, in Triton, for sampling and
 Queries, keys and values come in one matrix (B, L, 3D), queries and keys rotated; gradients leave un-rotated and packed
 alike. Up to a few hundred positions this is faster than PyTorch's attention.
 
-Where rows are so few that programs do not fill the device, each takes a part of the keys, and the last of a block of
-queries to end combines what all left, in the order of the parts. Such calls are also short of memory bandwidth
-at every product, whose weights are read once, and have it idle here: weights that come next are asked for (`ahead`).
-
 The forward pass keeps log2 of each query's normaliser, from which the backward pass recomputes the probabilities P:
 
     dV = P' dO,  dS = P (dO V' - rowsum(dO O)),  dK = dS' Q,  dQ = dS K.
@@ -19,9 +15,6 @@ Shapes: B rows, L positions, M = B L, D width, X = 3 D.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -31,8 +24,6 @@ from relaylm.kernels import early, gemm, tl, triton
 OWN_ATTENTION_UP_TO = 256  # positions; in longer rows PyTorch's attention is faster
 ATTENTION = {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 FEW_PROGRAMS = 256  # up to so many, about two for each multiprocessor, it is faster in longer rows, too
-MOST_PARTS, LEAST_KEYS = 512, 256  # programs that keys are divided among, and keys that each of them has at least
-AHEAD_BYTES = 24 << 20  # of one matrix that are asked for: several have to stay in the L2 cache until they are read
 ATTENTION_GRADIENT = {"BLOCK": 64, "STEP": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
 WHOLE_ROW = {"STEP": 64, "num_warps": 8, "num_stages": 1}
 WHOLE_ROW_POSITIONS, WHOLE_ROW_ELEMENTS = 256, 256 * 64  # of a head of one row: the most that one program holds
@@ -49,32 +40,15 @@ if triton is not None:
         return tl.load(matrix + position[:, None] * STRIDE, mask=(position < LENGTH)[:, None], other=0.0)
 
     @triton.jit
-    def _bring(matrix, size):
-        """Ask for this program's share of a matrix of so many bytes in the L2 cache."""
-        for start in range(tl.program_id(0) * 16384, size, tl.num_programs(0) * 16384):
-            address = matrix.to(tl.int64) + tl.minimum(start + tl.arange(0, 128) * 128, size - 1)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-            )
-
-    @triton.jit
     def _attention_kernel(
-        qkv, out, normaliser, scale, left, ended, ahead0, ahead1, ahead2, ahead3, size0, size1, size2, size3,
-        LENGTH: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr,
-        BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+        qkv, out, normaliser, scale, LENGTH: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+        CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
-        """Attention of a block of queries of one head, scores in powers of two (scale = 1 / (sqrt(d) ln 2)). With PARTS
-        a program has one part of the keys, and `left` (programs, BLOCK_Q, DIM + 2) what each leaves."""
-        if AHEAD:
-            _bring(ahead0, size0)
-            _bring(ahead1, size1)
-            _bring(ahead2, size2)
-            _bring(ahead3, size3)
+        """Attention of a block of queries of one head, scores in powers of two (scale = 1 / (sqrt(d) ln 2))."""
         if EARLY:
             tl.extra.cuda.gdc_wait()
         blocks: tl.constexpr = (LENGTH + BLOCK_Q - 1) // BLOCK_Q
-        part, block = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
-        first, which = block % blocks * BLOCK_Q, block // blocks
+        first, which = tl.program_id(0) % blocks * BLOCK_Q, tl.program_id(0) // blocks
         row, head = which // HEADS, which % HEADS
         query, column = first + tl.arange(0, BLOCK_Q), tl.arange(0, DIM)
         width: tl.constexpr = HEADS * DIM
@@ -83,9 +57,8 @@ if triton is not None:
         largest = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
         total = tl.zeros((BLOCK_Q,), tl.float32)
         result = tl.zeros((BLOCK_Q, DIM), tl.float32)
-        share: tl.constexpr = LENGTH // PARTS
-        end = tl.minimum(first + BLOCK_Q, LENGTH) if CAUSAL else (part + 1) * share
-        for start in range(part * share, end, BLOCK_K):
+        end = tl.minimum(first + BLOCK_Q, LENGTH) if CAUSAL else LENGTH
+        for start in range(0, end, BLOCK_K):
             key = start + tl.arange(0, BLOCK_K)
             k = _rows_of(base + width, key, 3 * width, LENGTH, BLOCK_K)
             v = _rows_of(base + 2 * width, key, 3 * width, LENGTH, BLOCK_K)
@@ -100,34 +73,9 @@ if triton is not None:
             total = total * shrink + tl.sum(p, axis=1)
             result = tl.dot(p.to(v.dtype), v, result * shrink[:, None])
             largest = now
-        last = True
-        if PARTS > 1:
-            size: tl.constexpr = BLOCK_Q * (DIM + 2)
-            one, many = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_Q)[:, None] * DIM + column[None, :]
-            mine = left + tl.program_id(0) * size
-            tl.store(mine + many, result)
-            tl.store(mine + BLOCK_Q * DIM + one, largest)
-            tl.store(mine + BLOCK_Q * (DIM + 1) + one, total)
-            tl.debug_barrier()  # all of it is stored before this program counts as ended
-            last = tl.atomic_add(ended + block, 1, sem="acq_rel") == PARTS - 1
-            if last:
-                tl.store(ended + block, 0)  # for the next call
-                largest = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
-                total = tl.zeros((BLOCK_Q,), tl.float32)
-                result = tl.zeros((BLOCK_Q, DIM), tl.float32)
-                for other in tl.static_range(PARTS):
-                    theirs = left + (block * PARTS + other) * size
-                    top = tl.load(theirs + BLOCK_Q * DIM + one, cache_modifier=".cg")
-                    now = tl.maximum(largest, top)
-                    shrink, grow = tl.exp2(largest - now), tl.exp2(top - now)
-                    added = tl.load(theirs + BLOCK_Q * (DIM + 1) + one, cache_modifier=".cg")
-                    total = total * shrink + added * grow
-                    result = result * shrink[:, None] + tl.load(theirs + many, cache_modifier=".cg") * grow[:, None]
-                    largest = now
-        if last:
-            at = (row.to(tl.int64) * LENGTH + query)[:, None] * width + head * DIM + column[None, :]
-            tl.store(out + at, (result / total[:, None]).to(out.dtype.element_ty), mask=(query < LENGTH)[:, None])
-            tl.store(normaliser + which * LENGTH + query, largest + tl.log2(total), mask=query < LENGTH)
+        at = (row.to(tl.int64) * LENGTH + query)[:, None] * width + head * DIM + column[None, :]
+        tl.store(out + at, (result / total[:, None]).to(out.dtype.element_ty), mask=(query < LENGTH)[:, None])
+        tl.store(normaliser + which * LENGTH + query, largest + tl.log2(total), mask=query < LENGTH)
 
     @triton.jit
     def _store_unrotated(to, gradient, cos, sin, position, LENGTH: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr):
@@ -246,43 +194,18 @@ def are_few(b: int, length: int, heads: int) -> bool:
     return b * heads * triton.cdiv(length, ATTENTION["BLOCK_Q"]) <= FEW_PROGRAMS
 
 
-def attention(
-    qkv_BLX: Tensor, heads: int, causal: bool, parts: int = 1, ahead: Sequence[Tensor] = ()
-) -> tuple[Tensor, Tensor]:
-    """Attention (M, D) of rotated queries and keys, and log2 of the normalisers (B heads, L). The keys come in `parts`
-    that divide the length; `ahead` are up to four matrices that are read next."""
-    (b, length), width, device = qkv_BLX.shape[:2], qkv_BLX.shape[2] // 3, qkv_BLX.device
-    dim, blocks = width // heads, triton.cdiv(length, ATTENTION["BLOCK_Q"]) * b * heads
-    out = torch.empty((b * length, width), dtype=qkv_BLX.dtype, device=device)
-    normaliser = torch.empty((b * heads, length), dtype=torch.float32, device=device)
+def attention(qkv_BLX: Tensor, heads: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention (M, D) of rotated queries and keys, and log2 of the normalisers (B heads, L)."""
+    b, length, width = qkv_BLX.shape[0], qkv_BLX.shape[1], qkv_BLX.shape[2] // 3
+    dim = width // heads
+    out = torch.empty((b * length, width), dtype=qkv_BLX.dtype, device=qkv_BLX.device)
+    normaliser = torch.empty((b * heads, length), dtype=torch.float32, device=qkv_BLX.device)
     options = ATTENTION | ({"BLOCK_K": 128} if length > OWN_ATTENTION_UP_TO else {})
-    left = ended = None
-    if parts > 1:
-        left = torch.empty(blocks * parts * ATTENTION["BLOCK_Q"] * (dim + 2), dtype=torch.float32, device=device)
-        ended = _ended(device, MOST_PARTS)
-    four = [*ahead, *[qkv_BLX] * (4 - len(ahead))]
-    sizes = [min(AHEAD_BYTES, matrix.nbytes) for matrix in ahead] + [0] * (4 - len(ahead))
-    _attention_kernel[(blocks * parts,)](
-        qkv_BLX, out, normaliser, dim**-0.5 * LOG2_E, left, ended, *four, *sizes,
-        LENGTH=length, HEADS=heads, DIM=dim, CAUSAL=causal, PARTS=parts, AHEAD=bool(ahead) and qkv_BLX.is_cuda,
-        **options, **early(qkv_BLX),
+    _attention_kernel[(triton.cdiv(length, ATTENTION["BLOCK_Q"]) * b * heads,)](
+        qkv_BLX, out, normaliser, dim**-0.5 * LOG2_E,
+        LENGTH=length, HEADS=heads, DIM=dim, CAUSAL=causal, **options, **early(qkv_BLX),
     )  # fmt: skip
     return out, normaliser
-
-
-def parts_of_keys(b: int, length: int, heads: int) -> int:
-    """Parts that the keys of few rows come in, a power of two: as many as there is place for on the device."""
-    parts, blocks = 1, triton.cdiv(length, ATTENTION["BLOCK_Q"]) * b * heads
-    while 2 * parts * blocks <= MOST_PARTS and length % (2 * parts * LEAST_KEYS) == 0:
-        parts *= 2
-    return parts
-
-
-@cache
-def _ended(device: torch.device, size: int) -> Tensor:
-    """Programs that have ended of each block of queries, 0 between calls, which follow one another on a device."""
-    with torch.inference_mode(False):
-        return torch.zeros(size, dtype=torch.int32, device=device)
 
 
 def fits_whole_row(qkv_BLX: Tensor, heads: int) -> bool:

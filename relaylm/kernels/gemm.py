@@ -30,8 +30,7 @@ except ImportError:  # no Triton, or one that is too old
 SHARED_MEMORY = 232_448  # bytes a program may have on Hopper, nearly all used by the stages
 TILE_M, TILE_N, TILE_K = 128, 256, 64  # a product is computed in tiles of m x n, in steps of k
 OPTIONS = {"M": TILE_M, "N": TILE_N, "K": TILE_K, "GROUP": 8, "num_warps": 8, "num_stages": 4}
-FEW_PLACES = 64  # the most places that `few_logits` takes
-FEW = {"M": 64, "K": 64, "num_warps": 4, "num_stages": 2}  # tokens of one of its programs, steps of k
+FEW_PLACES, FEW_TOKENS = 64, 64  # the most places that `few_logits` takes; tokens of one of its programs
 WIDEST_HEAD = 64  # the angles of wider heads do not fit into the shared memory of `rotated`
 
 
@@ -237,10 +236,11 @@ def few_logits(split_2ND: Tensor, weight_VD: Tensor, bias_V: Tensor) -> Tensor:
     places = FEW_PLACES if n > FEW_PLACES // 2 else FEW_PLACES // 2
     h = (F.pad(split_2ND, (0, 0, 0, places - n)) if n < places else split_2ND).view(2 * places, width)
     out = torch.empty((n, vocab), dtype=torch.float32, device=h.device)
-    _few_logits_kernel[(triton.cdiv(vocab, FEW["M"]),)](
-        TensorDescriptor.from_tensor(h, [places, FEW["K"]]),
-        TensorDescriptor.from_tensor(weight_VD, [FEW["M"], FEW["K"]]),
-        bias_V, out, n, vocab, width, N=places, **FEW, **early(h),
+    _few_logits_kernel[(triton.cdiv(vocab, FEW_TOKENS),)](
+        TensorDescriptor.from_tensor(h, [places, TILE_K]),
+        TensorDescriptor.from_tensor(weight_VD, [FEW_TOKENS, TILE_K]),
+        bias_V, out, n, vocab, width,
+        M=FEW_TOKENS, N=places, K=TILE_K, num_warps=4, num_stages=2, **early(h),
     )  # fmt: skip
     return out
 

@@ -248,9 +248,7 @@ def trunk(network: Any, tokens_BL: Tensor, positions_BK: Tensor) -> Tensor:
                 attended = F.scaled_dot_product_attention(q_BKHd.transpose(1, 2), key, value)
                 attended = attended.transpose(1, 2).reshape(b * k, a.width)
         elif whole or (own and length <= attention.OWN_ATTENTION_UP_TO):
-            parts = attention.parts_of_keys(b, length, a.heads) if whole else 1
-            ahead = network.read_next(i) if whole else ()
-            attended, _ = attention.attention(qkv.view(b, length, -1), a.heads, False, parts, ahead)
+            attended, _ = attention.attention(qkv.view(b, length, -1), a.heads, False)
         else:
             q, key, value = qkv.view(b, length, 3, a.heads, dim).permute(2, 0, 3, 1, 4)
             attended = F.scaled_dot_product_attention(q, key, value).transpose(1, 2).reshape(b * length, a.width)

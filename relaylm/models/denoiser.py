@@ -329,12 +329,6 @@ class Transformer(nn.Module):
         offsets_ND = self._derived("offsets", tuple(tensor for each in added for tensor in each), make)
         return [None if i == 0 and not biased else offsets_ND[i] for i in range(2 * len(blocks))]
 
-    def read_next(self, i: int) -> tuple[Tensor, ...]:
-        """The matrices that are read after block i's attention, up to the next one."""
-        block, after = cast(Any, self.blocks[i]), i + 1
-        later = cast(Any, self.blocks[after]).attn_qkv if after < len(self.blocks) else self.output_layer.linear
-        return block.attn_out.weight, block.mlp[0].weight, block.mlp[2].weight, later.weight
-
     def _pieces(self) -> Tensor:
         """The head's weights as bfloat16 pieces."""
         from relaylm.kernels.gemm import split_weights

@@ -7,7 +7,6 @@ Without a GPU this needs Triton's interpreter (TRITON_INTERPRET=1), which comput
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -204,29 +203,6 @@ def test_attention_gradients() -> None:
             turned_back = angle.cos(), angle.sin(), heads, causal, whole_row
             got = attention_kernels.attention_gradient(qkv, out, normaliser, dout, *turned_back).double()
             assert float((got.view(want.shape) - want).norm() / want.norm()) < allowed, (whole_row, length)
-
-
-def test_attention_with_keys_in_parts() -> None:
-    """Against the float64 definition, twice: what a call leaves behind must not come into the next one."""
-    kind, allowed = (torch.bfloat16, 0.01) if ON_CUDA else (torch.float32, 1e-6)
-    generator = torch.Generator().manual_seed(10)
-    for (b, length, heads, dim), parts in (((1, 512, 2, 32), 2), ((2, 512, 1, 16), 4), ((1, 1024, 1, 64), 4)):
-        for _ in range(2):
-            qkv = torch.randn(b, length, 3 * heads * dim, generator=generator).to(DEVICE, kind)
-            q, k, v = qkv.double().view(b, length, 3, heads, dim).permute(2, 0, 3, 1, 4)
-            want = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b * length, -1)
-            out, normaliser = attention_kernels.attention(qkv, heads, False, parts, ahead=(qkv, want))
-            scores = (q @ k.transpose(-1, -2)).flatten(0, 1) / math.sqrt(dim)
-            assert float((out - want).norm() / want.norm()) < allowed, (length, parts)
-            assert float((normaliser - scores.logsumexp(-1) / math.log(2)).abs().max()) < 0.01
-
-
-def test_parts_of_keys() -> None:
-    """One row of the paper's size fills an H200 in two parts; rows that fill it have one, and short ones."""
-    assert attention_kernels.parts_of_keys(1, 1024, 12) == 2
-    assert attention_kernels.parts_of_keys(1, 1024, 3) == 4
-    assert attention_kernels.parts_of_keys(3, 1024, 12) == 1
-    assert attention_kernels.parts_of_keys(1, 256, 4) == attention_kernels.parts_of_keys(1, 640, 4) == 1
 
 
 def test_which_gradient_kernel() -> None:
