@@ -128,8 +128,14 @@ def _front(name: str, found: Mapping[str, Any]) -> str:
         parts.append(table(rows))
     base = next(cell for cell in found["cells"] if cell["kind"] == "reference")
     gpu = found["machine"]["gpu"]
-    head = f"`{name}`, {found['heavy']}, length {found['length']}, {found['n']:,} samples of a cell (a quarter as "
-    head += "many for EB-Sampler, low-confidence and one position at a time) and "
+    few = [
+        what for kind, what in KINDS.items() if any(c["kind"] == kind and c["n"] < found["n"] for c in found["cells"])
+    ]
+    head = f"`{name}`, {found['heavy']}, length {found['length']}, {found['n']:,} samples of a cell"
+    few = {cell["kind"] for cell in found["cells"] if cell["n"] < found["n"]}
+    if few:
+        head += f" (a quarter as many for {', '.join(what for kind, what in KINDS.items() if kind in few)})"
+    head += " and "
     head += f"{found['bound_rows']} rows of held-out text, {gpu}; T = {found['length']} has an entropy of words of "
     head += f"{base['word_entropy']:.2f}:"
     for one in (cell for cell in found["cells"] if cell["kind"] == "inf"):
