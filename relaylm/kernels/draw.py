@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from relaylm.core import noise
-from relaylm.kernels import available, tl, triton
+from relaylm.kernels import available, early, tl, triton
 
 MANY_PROGRAMS = 1 << 15  # enough to fill a large GPU several times over
 
@@ -80,8 +80,16 @@ if triton is not None:
         return k0.to(tl.uint32), k1.to(tl.uint32)
 
     @triton.jit
-    def _largest_kernel(logits, out, vocab, stride, SIZE: tl.constexpr):
+    def _wait(EARLY: tl.constexpr):
+        """For the kernel ahead, where this one began before its end; and let the next one begin."""
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+
+    @triton.jit
+    def _largest_kernel(logits, out, vocab, stride, SIZE: tl.constexpr, EARLY: tl.constexpr):
         """The largest logit of each tile; NaN if one is."""
+        _wait(EARLY)
         n, tile = tl.program_id(0), tl.program_id(1)
         token = tile * SIZE + tl.arange(0, SIZE)
         value = tl.load(logits + n.to(tl.int64) * stride + token, mask=token < vocab, other=-float("inf"))
@@ -99,10 +107,11 @@ if triton is not None:
     @triton.jit(do_not_specialize=["k0", "k1"])
     def _ceilings_kernel(
         logits, largest, row_n, position_n, draw_n, ceiling_out, floor_out, vocab, stride, blocks, count, k0, k1,
-        COUNT: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr,
+        COUNT: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         """For each block the best score it could hold, (its largest logit) - log(its minimum), and for each tile the
         best score it surely holds, that of the tokens the minima fall on."""
+        _wait(EARLY)
         n = tl.program_id(0)
         tile = tl.program_id(1)
         row, position, draw = tl.load(row_n + n), tl.load(position_n + n), tl.load(draw_n + n)
@@ -127,9 +136,10 @@ if triton is not None:
     @triton.jit(do_not_specialize=["k0", "k1"])
     def _open_kernel(
         logits, largest, row_n, position_n, draw_n, ceilings, floors, best_out, token_out, vocab, stride, blocks, count,
-        k0, k1, COUNT: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr,
+        k0, k1, COUNT: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         """Race in full the tiles of blocks that could hold the winner: a program takes every num_programs-th tile."""
+        _wait(EARLY)
         n = tl.program_id(0)
         which = tl.arange(0, COUNT)
         floor = tl.max(tl.load(floors + n * count + which, mask=which < count, other=-float("inf")), axis=0)
@@ -166,10 +176,11 @@ if triton is not None:
     @triton.jit
     def _winner_kernel(
         best, token, largest, token_out, largest_out, spoilt_out, vocab, parts, count,
-        PARTS: tl.constexpr, COUNT: tl.constexpr,
+        PARTS: tl.constexpr, COUNT: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         """The token of the best program of each place, and the largest of its logits. Among NaNs nobody wins, and any
         token will do."""
+        _wait(EARLY)
         n = tl.program_id(0)
         part, tile = tl.arange(0, PARTS), tl.arange(0, COUNT)
         _, first = tl.max(
@@ -229,18 +240,18 @@ def race_kernel(
         torch.empty(size, dtype=kind, device=device) for size, kind in (((n, parts), torch.int32), (n, torch.int64))
     )
     places = [x_N.contiguous() for x_N in (row_N, position_N, draw_N)]
-    stride, size = logits_NV.stride(0), triton.next_power_of_2(count)
-    _largest_kernel[(n, count)](logits_NV, tile_largest, vocab, stride, SIZE=64 * wide, num_warps=4)
+    stride, size, ahead = logits_NV.stride(0), triton.next_power_of_2(count), early(logits_NV)
+    _largest_kernel[(n, count)](logits_NV, tile_largest, vocab, stride, SIZE=64 * wide, num_warps=4, **ahead)
     _ceilings_kernel[(n, count)](
         logits_NV, tile_largest, *places, ceiling, floor, vocab, stride, blocks, count, *key,
-        COUNT=size, TILE=wide, OWN=own, num_warps=4,
+        COUNT=size, TILE=wide, OWN=own, num_warps=4, **ahead,
     )  # fmt: skip
     _open_kernel[(n, parts)](
         logits_NV, tile_largest, *places, ceiling, floor, best, token, vocab, stride, blocks, count, *key,
-        COUNT=size, TILE=narrow, OWN=own, num_warps=1,
+        COUNT=size, TILE=narrow, OWN=own, num_warps=1, **ahead,
     )  # fmt: skip
     _winner_kernel[(n,)](
         best, token, tile_largest, token_N, largest_N, spoilt, vocab, parts, count,
-        PARTS=triton.next_power_of_2(parts), COUNT=size, num_warps=1,
+        PARTS=triton.next_power_of_2(parts), COUNT=size, num_warps=1, **ahead,
     )  # fmt: skip
     return token_N, largest_N

@@ -229,12 +229,16 @@ def are_few(h_ND: Tensor) -> bool:
     return len(h_ND) <= FEW_PLACES and _programs(h_ND, TILE_N) > 0
 
 
-def few_logits(split_2ND: Tensor, weight_VD: Tensor, bias_V: Tensor) -> Tensor:
-    """`head` at few places, given as two matrices, rounded to bfloat16 and what that left. The weights are then all
-    there is to read, so they are split on the way."""
-    (_, n, width), vocab = split_2ND.shape, len(bias_V)
-    places = FEW_PLACES if n > FEW_PLACES // 2 else FEW_PLACES // 2
-    h = (F.pad(split_2ND, (0, 0, 0, places - n)) if n < places else split_2ND).view(2 * places, width)
+def few_places(n: int) -> int:
+    """Places that `few_logits` computes for n of them."""
+    return FEW_PLACES if n > FEW_PLACES // 2 else FEW_PLACES // 2
+
+
+def few_logits(split_2PD: Tensor, n: int, weight_VD: Tensor, bias_V: Tensor) -> Tensor:
+    """`head` at few places, the first n of P, given as two matrices, rounded to bfloat16 and what that left. The
+    weights are then all there is to read, so they are split on the way."""
+    (_, places, width), vocab = split_2PD.shape, len(bias_V)
+    h = split_2PD.view(2 * places, width)
     out = torch.empty((n, vocab), dtype=torch.float32, device=h.device)
     _few_logits_kernel[(triton.cdiv(vocab, FEW_TOKENS),)](
         TensorDescriptor.from_tensor(h, [places, TILE_K]),

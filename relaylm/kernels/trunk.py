@@ -26,12 +26,12 @@ if triton is not None:
 
     @triton.jit
     def _norm_kernel(
-        x, tokens, table, branch, offset, weight, out, rows, width,
+        x, tokens, table, branch, offset, weight, out, rows, width, places,
         FROM_TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
         SPLIT: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         """Normalise rows of x: as they are, or made here, from a table's rows and a branch, and written. With SPLIT the
-        result is two matrices in bfloat16, it rounded and what that left."""
+        result is two matrices in bfloat16 with so many places, it rounded and what that left."""
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         column = tl.arange(0, SIZE)
         wide = column < width
@@ -59,7 +59,7 @@ if triton is not None:
         high = scaled.to(out.dtype.element_ty)
         tl.store(out + at, high, mask=inside)
         if SPLIT:
-            tl.store(out + rows * width + at, (scaled - high.to(tl.float32)).to(out.dtype.element_ty), mask=inside)
+            tl.store(out + places * width + at, (scaled - high.to(tl.float32)).to(out.dtype.element_ty), mask=inside)
 
     @triton.jit
     def _weights_kernel(
@@ -138,17 +138,18 @@ if triton is not None:
 
 def norm(
     x_MD: Tensor, weight_D: Tensor, dtype: torch.dtype, offset_D: Tensor | None = None, tokens_BL: Tensor | None = None,
-    table_VD: Tensor | None = None, branch_MD: Tensor | None = None, split: bool = False,
+    table_VD: Tensor | None = None, branch_MD: Tensor | None = None, places: int = 0,
 ) -> Tensor:  # fmt: skip
     """LayerNorm(x + offset) * weight in `dtype`. With a table, x is first written: rows by token id plus a branch. With
-    `split` the result is two matrices whose sum it is: rounded to `dtype`, and what that left."""
+    `places`, for at least so many rows, the result is the head of two matrices whose sum it is: rounded to `dtype`, and
+    what that left."""
     width = x_MD.shape[-1]
     rows, size = x_MD.numel() // width, triton.next_power_of_2(width)
-    out = torch.empty((2, *x_MD.shape) if split else x_MD.shape, dtype=dtype, device=x_MD.device)
+    out = torch.empty((2, places, width) if places else x_MD.shape, dtype=dtype, device=x_MD.device)
     per_program = max(1, NORM_ELEMENTS // size)
     _norm_kernel[(triton.cdiv(rows, per_program),)](
-        x_MD, tokens_BL, table_VD, branch_MD, offset_D, weight_D, out, rows, width,
-        FROM_TABLE=table_VD is not None, HAS_OFFSET=offset_D is not None, SIZE=size, ROWS=per_program, SPLIT=split,
+        x_MD, tokens_BL, table_VD, branch_MD, offset_D, weight_D, out, rows, width, places,
+        FROM_TABLE=table_VD is not None, HAS_OFFSET=offset_D is not None, SIZE=size, ROWS=per_program, SPLIT=places > 0,
         num_warps=2, **early(x_MD),
     )  # fmt: skip
     return out

@@ -246,8 +246,8 @@ class Transformer(nn.Module):
             from relaylm.kernels import gemm, trunk
 
             if gemm.are_few(x_KD):
-                split = trunk.norm(x_KD, out.norm_final.weight, torch.bfloat16, split=True)
-                return gemm.few_logits(split, out.linear.weight, out.linear.bias)
+                split = trunk.norm(x_KD, out.norm_final.weight, torch.bfloat16, places=gemm.few_places(len(x_KD)))
+                return gemm.few_logits(split, len(x_KD), out.linear.weight, out.linear.bias)
             return gemm.head(out.norm_final(x_KD), self._pieces(), self.vocab_size)
         h = out.norm_final(x_KD)
         if out.adaLN_modulation is not None:
