@@ -133,14 +133,19 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", SHARED_MEMORY))
 
 
+def on_hopper(x: Tensor) -> bool:
+    """Whether this is on a GPU with the copy engine and the shared memory that the kernels here were made for: Hopper
+    or later, and no desktop card."""
+    if TensorDescriptor is None or not x.is_cuda:
+        return False
+    return torch.cuda.get_device_capability(x.device)[0] >= 9 and shared_memory(x.device) >= SHARED_MEMORY
+
+
 def _programs(h_MD: Tensor, columns: int) -> int:
     """The number of programs for a product with so many columns; 0 where the kernels do not apply."""
-    if TensorDescriptor is None or not h_MD.is_cuda or columns % TILE_N or h_MD.shape[1] % TILE_K:
+    if columns % TILE_N or h_MD.shape[1] % TILE_K or not on_hopper(h_MD):
         return 0
-    device = torch.cuda.get_device_properties(h_MD.device)
-    if device.major < 9 or shared_memory(h_MD.device) < SHARED_MEMORY:  # before Hopper, or a desktop card
-        return 0
-    return int(device.multi_processor_count)
+    return int(torch.cuda.get_device_properties(h_MD.device).multi_processor_count)
 
 
 def fills(h_MD: Tensor, columns: int) -> bool:
