@@ -5,7 +5,10 @@ operation on one tile overlaps the loading of the next. cuBLAS's own epilogues d
 they lack, would cost a pass over memory.
 
 - `twice_gelu`: 2 gelu(h W^T + b), for `add_mlp_`;
-- `rotated`: queries, keys and values, h W^T + b, with queries and keys rotated before they are stored.
+- `rotated`: queries, keys and values, h W^T + b, with queries and keys rotated before they are stored;
+- `gelu_and_slope`, `times_slope`: for training, gelu(h W^T + b) with its slope, and dy W times that slope with its sums
+  over rows. What they do to a tile takes almost as long as the product, so two programs share a multiprocessor and one
+  computes products meanwhile.
 
 Two more use cuBLAS, which was faster on an H200 (`add_product_`) or needs no fusion (`head`).
 
@@ -31,6 +34,10 @@ SHARED_MEMORY = 232_448  # bytes a program may have on Hopper, nearly all used b
 TILE_M, TILE_N, TILE_K = 128, 256, 64  # a product is computed in tiles of m x n, in steps of k
 OPTIONS = {"M": TILE_M, "N": TILE_N, "K": TILE_K, "GROUP": 8, "num_warps": 8, "num_stages": 4}
 FEW_PLACES, FEW_TOKENS = 64, 64  # the most places that `few_logits` takes; tokens of one of its programs
+# Of the products in training, by calculation: two programs fit a multiprocessor in registers and shared memory.
+TRAINED = {"M": 128, "N": 128, "K": 64, "GROUP": 8, "num_warps": 8, "maxnreg": 128}
+UP = {**TRAINED, "FLAT": True, "num_stages": 3}
+DOWN = {**TRAINED, "FLAT": True, "num_stages": 2}
 WIDEST_HEAD = 64  # the angles of wider heads do not fit into the shared memory of `rotated`
 
 
@@ -107,6 +114,60 @@ if triton is not None:
             out_desc.store([at_m, at_n + 3 * N // 4], x3)
 
     @triton.jit
+    def _gelu_and_slope_kernel(
+        h_desc, weight_desc, bias, gelu_desc, slope_desc, rows, tiles_n, width,
+        M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
+    ):  # fmt: skip
+        for tile in tl.range(tl.program_id(0), tl.cdiv(rows, M) * tiles_n, tl.num_programs(0), flatten=FLAT):
+            at_m, tile_n = _place(tile, rows, tiles_n, M, GROUP)
+            at_n = tile_n * N
+            product = tl.zeros((M, N), dtype=tl.float32)
+            for k in range(tl.cdiv(width, K)):
+                part = h_desc.load([at_m, k * K])
+                product = tl.dot(part, weight_desc.load([at_n, k * K]).T, product)
+            x = product + tl.load(bias + at_n + tl.arange(0, N))[None, :]
+            # With s = (1 + tanh u) / 2 the GELU is x s, and its slope s + x s (1 - s) 2u'.
+            square = x * x
+            share = 0.5 + 0.5 * _tanh(x * (0.7978845608028654 + 0.035677408136300125 * square))
+            gelu = x * share
+            slope = share + gelu * (1.5957691216057308 + 0.2140644488178007 * square) * (1.0 - share)
+            left, right = _halves(gelu.to(gelu_desc.dtype), M, N)
+            gelu_desc.store([at_m, at_n], left)
+            gelu_desc.store([at_m, at_n + N // 2], right)
+            left, right = _halves(slope.to(slope_desc.dtype), M, N)
+            slope_desc.store([at_m, at_n], left)
+            slope_desc.store([at_m, at_n + N // 2], right)
+
+    @triton.jit
+    def _prefetch(pointers):
+        """Asks for these lines of memory to come into the cache, and does not wait."""
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+    @triton.jit
+    def _times_slope_kernel(
+        dy_desc, weight_desc, slope, slope_desc, out_desc, sums, rows, tiles_n, width,
+        M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
+    ):  # fmt: skip
+        """Sums over the rows of each tile: (tiles of rows, columns). Rows beyond the last are zeros."""
+        LINE: tl.constexpr = 64  # elements of a line of memory
+        for tile in tl.range(tl.program_id(0), tl.cdiv(rows, M) * tiles_n, tl.num_programs(0), flatten=FLAT):
+            at_m, tile_n = _place(tile, rows, tiles_n, M, GROUP)
+            at_n = tile_n * N
+            row = tl.minimum(at_m + tl.arange(0, M), rows - 1).to(tl.int64)[:, None]
+            _prefetch(slope + row * (tiles_n * N) + at_n + LINE * tl.arange(0, N // LINE)[None, :])
+            product = tl.zeros((M, N), dtype=tl.float32)
+            for k in range(tl.cdiv(width, K)):
+                part = dy_desc.load([at_m, k * K])
+                product = tl.dot(part, weight_desc.load([k * K, at_n]), product)
+            product *= slope_desc.load([at_m, at_n]).to(tl.float32)
+            tl.store(sums + (at_m // M) * (tiles_n * N) + at_n + tl.arange(0, N), tl.sum(product, axis=0))
+            left, right = _halves(product.to(out_desc.dtype), M, N)
+            out_desc.store([at_m, at_n], left)
+            out_desc.store([at_m, at_n + N // 2], right)
+
+    @triton.jit
     def _few_logits_kernel(
         h_desc, weight_desc, bias, out, few, vocab, width,
         M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EARLY: tl.constexpr,
@@ -181,6 +242,45 @@ def twice_gelu(h_MD: Tensor, weight_XD: Tensor, bias_X: Tensor) -> Tensor:
     out = torch.empty((len(h_MD), len(bias_X)), dtype=torch.bfloat16, device=h_MD.device)
     _launch(_twice_gelu_kernel, h_MD, weight_XD, out, TILE_N // 2, bias_X)
     return out
+
+
+def fits_gelu(h_MD: Tensor, hidden: int) -> bool:
+    """Whether `gelu_and_slope` and `times_slope` apply to products of this input and so many columns."""
+    whole_tiles = hidden % TRAINED["N"] == 0 and h_MD.shape[1] % TRAINED["K"] == 0
+    return whole_tiles and h_MD.element_size() == 2 and on_hopper(h_MD)
+
+
+def gelu_and_slope(h_MD: Tensor, weight_XD: Tensor, bias_X: Tensor) -> tuple[Tensor, Tensor]:
+    """gelu(h @ weight^T + bias), the tanh form, and its slope there, which is all that the backward pass needs."""
+    (rows, width), columns = h_MD.shape, len(weight_XD)
+    m, n, k = UP["M"], UP["N"], UP["K"]
+    gelu, slope = (torch.empty((rows, columns), dtype=h_MD.dtype, device=h_MD.device) for _ in range(2))
+    _gelu_and_slope_kernel[_two_for_each(h_MD, triton.cdiv(rows, m) * (columns // n))](
+        TensorDescriptor.from_tensor(h_MD, [m, k]), TensorDescriptor.from_tensor(weight_XD, [n, k]), bias_X,
+        TensorDescriptor.from_tensor(gelu, [m, n // 2]), TensorDescriptor.from_tensor(slope, [m, n // 2]),
+        rows, columns // n, width, **UP,
+    )  # fmt: skip
+    return gelu, slope
+
+
+def times_slope(dy_MD: Tensor, weight_DX: Tensor, slope_MX: Tensor) -> tuple[Tensor, Tensor]:
+    """(dy @ weight) slope, and its sums over the rows of each tile (tiles, X), float32, for `column_sums`."""
+    (rows, width), columns = dy_MD.shape, weight_DX.shape[1]
+    m, n, k = DOWN["M"], DOWN["N"], DOWN["K"]
+    out, tiles = torch.empty_like(slope_MX), triton.cdiv(rows, m)
+    sums = torch.empty((tiles, columns), dtype=torch.float32, device=dy_MD.device)
+    _times_slope_kernel[_two_for_each(dy_MD, tiles * (columns // n))](
+        TensorDescriptor.from_tensor(dy_MD, [m, k]), TensorDescriptor.from_tensor(weight_DX, [k, n]),
+        slope_MX, TensorDescriptor.from_tensor(slope_MX, [m, n]), TensorDescriptor.from_tensor(out, [m, n // 2]),
+        sums, rows, columns // n, width, **DOWN,
+    )  # fmt: skip
+    return out, sums
+
+
+def _two_for_each(x: Tensor, tiles: int) -> tuple[int]:
+    """Two programs for each multiprocessor, or one for each tile where these are fewer."""
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    return (min(tiles, 2 * processors),)
 
 
 def can_rotate(h_MD: Tensor, heads: int) -> bool:

@@ -1,13 +1,14 @@
 r"""The trunk of a plain network in training, in as few passes over memory as possible.
 
 A block of width 256 is bound by memory, not by arithmetic. So whatever lies between two matrix products is one pass
-over a (tokens, width) or (tokens, 4 width) matrix, forward and backward (products with the rotation or GELU fused in
-were slower on an H200):
+over a (tokens, width) or (tokens, 4 width) matrix, forward and backward (a product with the rotation fused in was
+slower on an H200):
 
     _AddNorm    x <- x + branch + bias,  h = LayerNorm(x) weight
     attend      qkv = h W', rotated in place; softmax(q k' / sqrt d) v    gradients leave un-rotated and packed
     _Product    h W'
     _Mlp        gelu(h W_up' + b) W_down'                                 GELU's slope and the bias sum in one pass
+                (on Hopper both are in the products, see `gemm`)
 
 With a small vocabulary the embedding, the first norm and, in short rows, the first block's queries, keys and values
 before rotation are rows of tables by token. The gradient of a table is the sum of its rows' gradients by token, and
@@ -37,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relaylm.kernels import attention, available, train_kernels
+from relaylm.kernels import attention, available, gemm, train_kernels
 from relaylm.kernels.trunk import rotate_, rotate_from_table
 
 Shape = tuple[int, int, int, bool]  # rows, length, heads, causal
@@ -274,14 +275,22 @@ class _Mlp(torch.autograd.Function):
     def forward(
         ctx: Any, h: Tensor, up: Tensor, up_copy: Tensor, bias: Tensor, down: Tensor, down_copy: Tensor
     ) -> Tensor:
-        before = h @ up_copy.t()  # without the bias, which the GELU kernels add
-        after = train_kernels.gelu(before, bias)
-        ctx.save_for_backward(h, up_copy, bias, down_copy, before, after)
+        ctx.in_products = gemm.fits_gelu(h, len(bias))
+        if ctx.in_products:
+            after, kept = gemm.gelu_and_slope(h, up_copy, bias)
+        else:
+            kept = h @ up_copy.t()  # without the bias, which the GELU kernels add
+            after = train_kernels.gelu(kept, bias)
+        ctx.save_for_backward(h, up_copy, bias, down_copy, kept, after)
         return after @ down_copy.t()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        h, up, bias, down, before, after = ctx.saved_tensors
-        dbefore = dy @ down
-        dbias = train_kernels.gelu_gradient_(dbefore, before, bias)
+        h, up, bias, down, kept, after = ctx.saved_tensors
+        if ctx.in_products:
+            dbefore, sums = gemm.times_slope(dy.contiguous(), down, kept)
+            dbias = train_kernels.column_sums(sums)
+        else:
+            dbefore = dy @ down
+            dbias = train_kernels.gelu_gradient_(dbefore, kept, bias)
         return dbefore @ up, _weight_gradient(dbefore, h), None, dbias, _weight_gradient(dy, after), None

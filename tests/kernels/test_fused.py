@@ -33,6 +33,7 @@ from relaylm.train.recipe import Recipe
 INTERPRETED = available() and os.environ.get("TRITON_INTERPRET") == "1"
 ON_CUDA = torch.cuda.is_available() and available() and not INTERPRETED
 DEVICE = "cuda" if ON_CUDA else "cpu"
+FOR_HOPPER = INTERPRETED or (ON_CUDA and torch.cuda.get_device_capability()[0] >= 9)  # some kernels are made for it
 
 try:
     import pytest
@@ -54,7 +55,7 @@ if INTERPRETED:  # its loops take one-element arrays for numbers, which newer Nu
 
     interpreter._patch_lang_tensor = patch_index
     # What the kernels have in assembly, which the interpreter does not know.
-    ASSEMBLY = {"ex2.approx.ftz.f32": np.exp2, "tanh.approx.f32": np.tanh}
+    ASSEMBLY = {"ex2.approx.ftz.f32": np.exp2, "tanh.approx.f32": np.tanh, "prefetch.global.L2": np.zeros_like}
 
     def run_assembly(_: Any, text: str, constraints: str, values: list[Any], *rest: Any) -> Any:
         made = interpreter.TensorHandle(ASSEMBLY[text.split()[0]](values[0].data), values[0].dtype.scalar)
@@ -164,6 +165,43 @@ def test_final_norm_and_gradients(name: str, residual: torch.dtype, own: bool) -
     assert all(off < allowed for off, allowed in found.values()), found
 
 
+def test_products_with_gelu_inside() -> None:
+    """The product, GELU, its slope and the bias's gradient, at rows that are no multiple of the tiles."""
+    if not FOR_HOPPER:
+        return
+    generator, allowed = torch.Generator().manual_seed(4), 0.01 if ON_CUDA else 2e-6
+    kind = torch.bfloat16 if ON_CUDA else torch.float32
+    for tokens, width, hidden in ((300, 64, 256), (130, 192, 128)):
+        h, dy = torch.randn(2, tokens, width, generator=generator).to(DEVICE, kind)
+        up, down = torch.randn(hidden, width, generator=generator), torch.randn(width, hidden, generator=generator)
+        up, down = (0.2 * up).to(DEVICE, kind), (0.2 * down).to(DEVICE, kind)
+        bias = torch.randn(hidden, generator=generator).to(DEVICE)
+        before = (h.double() @ up.double().T + bias.double()).requires_grad_()
+        after = F.gelu(before, approximate="tanh")
+        (want,) = torch.autograd.grad(after, before, dy.double() @ down.double())
+        gelu, slope = products.gelu_and_slope(h, up, bias)
+        dbefore, sums = products.times_slope(dy, down, slope)
+        got = {"gelu": gelu, "dbefore": dbefore, "dbias": fused_kernels.column_sums(sums)}
+        off = errors(
+            {name: x.double() for name, x in got.items()},
+            {"gelu": after.detach(), "dbefore": want, "dbias": want.sum(0)},
+        )
+        assert max(off.values()) < allowed, off
+
+
+def test_trunk_with_gelu_inside_its_products() -> None:
+    if not FOR_HOPPER:
+        return
+    architecture, allowed = replace(PLAIN, depth=1), 0.03 if ON_CUDA else 2e-6
+    kind, made = torch.bfloat16 if ON_CUDA else torch.float32, []
+    for inside in (False, True):
+        with mock.patch.object(products, "fits_gelu", return_value=inside):
+            model, (tokens, gradient) = network(architecture), inputs(architecture, 4)
+            made.append(found(model, fused.trunk(model, tokens, torch.float32, kind), gradient))
+    off = errors(made[1], made[0])
+    assert max(off.values()) < allowed, off
+
+
 def test_scored_positions_only() -> None:
     """The rows, and the gradients, of a network that runs everywhere and is asked for some positions only: fewer than
     there are places, none at all in one row, and one place too few."""
@@ -195,7 +233,7 @@ def test_attention_gradients() -> None:
     kind, allowed = (torch.bfloat16, 0.01) if ON_CUDA else (torch.float32, 1e-6)
     shapes = ((2, 64, 2, 32), (1, 150, 3, 16), (2, 5, 1, 64), (1, 256, 1, 64), (1, 384, 2, 32))
     for (rows, length, heads, dim), causal in itertools.product(shapes, (False, True)):
-        if causal and length > 150:
+        if length > 150 and (causal or not FOR_HOPPER):
             continue
         generator = torch.Generator().manual_seed(4)
         qkv = torch.randn(rows, length, 3 * heads * dim, generator=generator).to(DEVICE, kind)
