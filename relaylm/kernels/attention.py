@@ -194,7 +194,7 @@ if triton is not None:
         _store_unrotated(to + query[:, None] * (3 * width), dq * unit, cos, sin, query, LENGTH, DIM, SIZE)
 
     @triton.jit
-    def _exp2(x):
+    def exp2(x):
         """2^x, 0 where that is no normal number: `tl.exp2` takes four more instructions, to get those right too."""
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -218,7 +218,7 @@ if triton is not None:
             query = start + tl.arange(0, STEP)
             q = tl.load(base + query[:, None] * (3 * WIDTH))
             do = tl.load(dout + query[:, None] * WIDTH)
-            p = _exp2(tl.dot(k, tl.trans(q)) * scale - tl.load(normaliser + query)[None, :])
+            p = exp2(tl.dot(k, tl.trans(q)) * scale - tl.load(normaliser + query)[None, :])
             dp = tl.dot(v, tl.trans(do))
             dv = tl.dot(p.to(do.dtype), do, dv)
             ds = (p * (dp - tl.load(inner + query)[None, :])).to(q.dtype)

@@ -10,7 +10,7 @@ they lack, would cost a pass over memory.
   over rows. What they do to a tile takes almost as long as the product, so two programs share a multiprocessor and one
   computes products meanwhile.
 
-Two more use cuBLAS, which was faster on an H200 (`add_product_`) or needs no fusion (`head`).
+Three more use cuBLAS, which was faster on an H200 (`add_product_`) or needs no fusion (`head`, `weight_gradient`).
 
 Shapes: M rows, D width, X columns, N rows of the head, V vocabulary.
 """
@@ -316,6 +316,13 @@ def add_product_(x_MD: Tensor, h_MX: Tensor, weight_DX: Tensor, times: float = 1
         torch.addmm(x_MD, h_MX, weight_DX.t(), alpha=times, out=x_MD)
         return
     torch.ops.aten.addmm.dtype_out(x_MD, h_MX, weight_DX.t(), torch.float32, alpha=times, out=x_MD)
+
+
+def weight_gradient(dy_MX: Tensor, h_MD: Tensor) -> Tensor:
+    """dy' h (X, D) in float32, without a rounding to bfloat16 on the way."""
+    if dy_MX.is_cuda and dy_MX.dtype != torch.float32:
+        return torch.ops.aten.mm.dtype(dy_MX.t(), h_MD, torch.float32)
+    return (dy_MX.t() @ h_MD).float()
 
 
 def split_weights(weight_VD: Tensor, bias_V: Tensor) -> Tensor:

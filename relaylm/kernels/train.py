@@ -111,19 +111,12 @@ def attend(h_MD: Tensor, weight: Tensor, copy: Tensor, cos: Tensor, sin: Tensor,
     return F.scaled_dot_product_attention(q, k, v, is_causal=shape[3]).transpose(1, 2).reshape(h_MD.shape)
 
 
-def _weight_gradient(dy_MX: Tensor, h_MD: Tensor) -> Tensor:
-    """dy' h (X, D) in float32, without a rounding to bfloat16 on the way."""
-    if dy_MX.is_cuda and dy_MX.dtype != torch.float32:
-        return torch.ops.aten.mm.dtype(dy_MX.t(), h_MD, torch.float32)
-    return (dy_MX.t() @ h_MD).float()
-
-
 def _sums_by_token(tokens_M: Tensor, size: int, *gradients_MX: Tensor) -> list[Tensor]:
     """Sums (V, X) of rows by their token, in float32: products with indicators."""
     ids = torch.arange(-(-size // 64) * 64, device=tokens_M.device)  # a multiple of 64, for the tensor cores
     is_token = tokens_M[:, None] == ids
     indicators = {kind: is_token.to(kind) for kind in {gradient.dtype for gradient in gradients_MX}}
-    return [_weight_gradient(indicators[gradient.dtype], gradient)[:size] for gradient in gradients_MX]
+    return [gemm.weight_gradient(indicators[gradient.dtype], gradient)[:size] for gradient in gradients_MX]
 
 
 def _rotated_qkv(h_MD: Tensor, weight_XD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -200,7 +193,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, copy = ctx.saved_tensors
-        return dy @ copy, _weight_gradient(dy, h), None
+        return dy @ copy, gemm.weight_gradient(dy, h), None
 
 
 class _Rotated(torch.autograd.Function):
@@ -218,7 +211,7 @@ class _Rotated(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         h, copy, cos, sin = ctx.saved_tensors
         dqkv = train_kernels.pack_rotated(dq, dk, dv, cos, sin)
-        return dqkv @ copy, _weight_gradient(dqkv, h), None, None, None, None
+        return dqkv @ copy, gemm.weight_gradient(dqkv, h), None, None, None, None
 
 
 class _Attend(torch.autograd.Function):
@@ -238,7 +231,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         h, copy, cos, sin, qkv, out, normaliser = ctx.saved_tensors
         dqkv = attention.attention_gradient(qkv, out, normaliser, dout.contiguous(), cos, sin, *ctx.heads_causal)
-        return dqkv @ copy, _weight_gradient(dqkv, h), None, None, None, None
+        return dqkv @ copy, gemm.weight_gradient(dqkv, h), None, None, None, None
 
 
 class _EmbedAttend(torch.autograd.Function):
@@ -293,4 +286,4 @@ class _Mlp(torch.autograd.Function):
         else:
             dbefore = dy @ down
             dbias = train_kernels.gelu_gradient_(dbefore, kept, bias)
-        return dbefore @ up, _weight_gradient(dbefore, h), None, dbias, _weight_gradient(dy, after), None
+        return dbefore @ up, gemm.weight_gradient(dbefore, h), None, dbias, gemm.weight_gradient(dy, after), None

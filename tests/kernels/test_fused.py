@@ -23,6 +23,7 @@ from relaylm.core.noise import race
 from relaylm.kernels import attention as attention_kernels
 from relaylm.kernels import available, draw
 from relaylm.kernels import gemm as products
+from relaylm.kernels import loss as losses
 from relaylm.kernels import train as fused
 from relaylm.kernels import train_kernels as fused_kernels
 from relaylm.kernels import trunk as kernels
@@ -200,6 +201,33 @@ def test_trunk_with_gelu_inside_its_products() -> None:
             made.append(found(model, fused.trunk(model, tokens, torch.float32, kind), gradient))
     off = errors(made[1], made[0])
     assert max(off.values()) < allowed, off
+
+
+def test_weighted_loss() -> None:
+    """The loss and all gradients against autograd in float64: with a mask and without, columns that fill a row and that
+    do not, more rows than programs; scaled, and where no gradient is wanted."""
+    kind, allowed = (torch.bfloat16, 0.01) if ON_CUDA else (torch.float32, 1e-6)
+    for places, vocab, mask_id in ((9, 700, 699), (5, 1024, 3), (3, 513, -1)):
+        generator = torch.Generator().manual_seed(6)
+        h, weight = torch.randn(places, 64, generator=generator), torch.randn(vocab, 64, generator=generator) / 4
+        bias, scale = torch.randn(vocab, generator=generator), torch.rand(places, generator=generator)
+        target, scale[1] = torch.randint(4, vocab - 1, (places,), generator=generator).to(DEVICE), 0.0
+        leaves = [x.to(DEVICE).requires_grad_() for x in (h.to(kind), weight.to(kind).float(), bias)]
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        logits = exact[0] @ exact[1].T + exact[2]
+        if mask_id >= 0:
+            logits = logits.index_fill(1, torch.tensor([mask_id], device=DEVICE), -torch.inf)
+        want = (F.cross_entropy(logits, target, reduction="none") * scale.to(DEVICE)).sum()
+        with mock.patch.dict(losses.LOSS, PROGRAMS=4):
+            got = losses.weighted_loss(*leaves, target, scale.to(DEVICE), mask_id)
+            (3 * want).backward()
+            (3 * got).backward()
+        made = {"loss": got.detach().double(), **{str(i): x.grad.double() for i, x in enumerate(leaves)}}
+        off = errors(made, {"loss": want.detach(), **{str(i): x.grad for i, x in enumerate(exact)}})
+        assert max(off.values()) < allowed, off
+        assert not leaves[0].grad[1].any()
+        with torch.no_grad():
+            assert torch.equal(losses.weighted_loss(*leaves, target, scale.to(DEVICE), mask_id), got)
 
 
 def test_scored_positions_only() -> None:
