@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from relaylm.kernels import gemm, tl, train_kernels, triton
-from relaylm.kernels.attention import LOG2_E, exp2
+from relaylm.kernels.attention import LOG2_E
 
 # By calculation: two programs of 8,192 tokens share a multiprocessor; each loads two rows while it computes one.
 LOSS = {"PROGRAMS": 264, "AHEAD": 3, "maxnreg": 128}
@@ -28,6 +28,7 @@ TOKENS_OF_A_WARP = 1024
 LARGEST_VOCABULARY = 16_384  # of `weighted_loss`: a row of logits is held in registers
 
 if triton is not None:
+    from relaylm.kernels.attention import exp2
 
     @triton.jit
     def _loss_kernel(

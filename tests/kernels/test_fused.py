@@ -27,9 +27,12 @@ from relaylm.kernels import loss as losses
 from relaylm.kernels import train as fused
 from relaylm.kernels import train_kernels as fused_kernels
 from relaylm.kernels import trunk as kernels
+from relaylm.kernels import update as updates
 from relaylm.models.denoiser import Architecture, Transformer
+from relaylm.train.muon import Muon
 from relaylm.train.objective import Objective, _places_of
 from relaylm.train.recipe import Recipe
+from relaylm.train.step import Trainer, World
 
 INTERPRETED = available() and os.environ.get("TRITON_INTERPRET") == "1"
 ON_CUDA = torch.cuda.is_available() and available() and not INTERPRETED
@@ -448,6 +451,69 @@ def test_column_sums() -> None:
         got = fused_kernels.column_sums(share)
         assert got.shape == shape[1:] and (got - share.double().sum(0)).abs().max() < 1e-3
         assert torch.equal(got, fused_kernels.column_sums(share))
+
+
+def test_muon_in_passes() -> None:
+    """Matrices that lie down, stand up and are three in one, against the plain step; and the moving average."""
+    generator, device = torch.Generator().manual_seed(7), DEVICE
+    shapes = ((96, 32), (32, 32), (160, 32), (32, 160), (96, 32), (160, 32))
+    made = []
+    for in_passes in (False, True):
+        generator.manual_seed(7)
+        params = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+        grads, moments = ([torch.randn(shape, generator=generator).to(device) for shape in shapes] for _ in range(2))
+        if in_passes:
+            kind = torch.bfloat16 if ON_CUDA else torch.float32
+            Muon._step_in_passes(params, grads, moments, torch.tensor(0.1, device=device), 0.95, kind)
+        else:
+            optimizer = Muon([torch.nn.Parameter(p) for p in params], 0.1)  # a lr that is no tensor: the plain step
+            for p, grad, moment in zip(optimizer.param_groups[0]["params"], grads, moments, strict=True):
+                p.grad, optimizer.state[p]["exp_avg"] = grad, moment
+            optimizer.step()
+        made.append(
+            {
+                f"{name} {i}": x.double()
+                for name, xs in (("param", params), ("moment", moments))
+                for i, x in enumerate(xs)
+            }
+        )
+    off = errors(made[1], made[0])
+    assert max(off.values()) < (0.01 if ON_CUDA else 1e-5), off
+    average, now = torch.randn(2, 5000, generator=generator).to(device)
+    want = torch.lerp(average, now, 0.01)
+    updates.lerp_(average, now, torch.tensor(0.01, device=device))
+    assert torch.allclose(average, want, atol=1e-6)
+
+
+def test_all_weights_in_one_piece_of_memory() -> None:
+    """The same weights and averages after a few steps as with tensors of their own, and after going back to them."""
+    recipe, made = Recipe(steps=8, batch=4, optimizer="muon", lr=5e-3, warmup=2, precision="fp32", compile="off"), []
+    generator = torch.Generator().manual_seed(8)
+    share = (torch.arange(4) + 0.5) / 4
+    part = {
+        "tokens": torch.randint(0, 29, (4, 40), generator=generator),
+        "sample": torch.arange(4),
+        "threshold": (share * 2**32).long(),
+        "weight": (1 / (share * 160)).float(),
+        "t": share.float(),
+    }
+    for whole in (False, True):
+        with mock.patch.object(updates, "applies", return_value=whole):
+            trainer = Trainer(replace(PLAIN, tied=True), recipe, 0, World(torch.device(DEVICE)))
+            for _ in range(3):
+                trainer.step([part])
+            again = Trainer(replace(PLAIN, tied=True), recipe, 0, World(torch.device(DEVICE)))
+            again.restore(trainer.tensors(), 3)
+            for one in (trainer, again):
+                one.step([part])
+        assert len({p.untyped_storage().data_ptr() for p in trainer.params.values()}) == (
+            1 if whole else len(trainer.params)
+        )
+        kept = trainer.tensors()
+        assert all(torch.equal(kept[name], value) for name, value in again.tensors().items())
+        made.append({name: value.double() for name, value in kept.items() if value.any()})
+    off = errors(made[1], made[0])
+    assert max(off.values()) < (0.05 if ON_CUDA else 1e-5), off
 
 
 def test_twice_the_same_bits() -> None:
