@@ -6,9 +6,9 @@ they lack, would cost a pass over memory.
 
 - `twice_gelu`: 2 gelu(h W^T + b), for `add_mlp_`;
 - `rotated`: queries, keys and values, h W^T + b, with queries and keys rotated before they are stored;
-- `gelu_and_slope`, `times_slope`: for training, gelu(h W^T + b) with its slope, and dy W times that slope with its sums
-  over rows. What they do to a tile takes almost as long as the product, so two programs share a multiprocessor and one
-  computes products meanwhile.
+- for training `rotated_heads`, the same of weights in their usual order; `gelu_and_slope`, gelu(h W^T + b) with its
+  slope; `times_slope`, dy W times that slope with its sums over rows. These products are narrow, and what is done to a
+  tile takes almost as long, so two programs share a multiprocessor, and one computes products meanwhile.
 
 Three more use cuBLAS, which was faster on an H200 (`add_product_`) or needs no fusion (`head`, `weight_gradient`).
 
@@ -37,6 +37,7 @@ FEW_PLACES, FEW_TOKENS = 64, 64  # the most places that `few_logits` takes; toke
 # Of the products in training, by calculation: two programs fit a multiprocessor in registers and shared memory.
 TRAINED = {"M": 128, "N": 128, "K": 64, "GROUP": 8, "num_warps": 8, "maxnreg": 128}
 UP = {**TRAINED, "FLAT": True, "num_stages": 3}
+HEADS = {**TRAINED, "FLAT": False, "num_stages": 3}
 DOWN = {**TRAINED, "FLAT": True, "num_stages": 2}
 WIDEST_HEAD = 64  # the angles of wider heads do not fit into the shared memory of `rotated`
 
@@ -137,6 +138,30 @@ if triton is not None:
             left, right = _halves(slope.to(slope_desc.dtype), M, N)
             slope_desc.store([at_m, at_n], left)
             slope_desc.store([at_m, at_n + N // 2], right)
+
+    @triton.jit
+    def _rotated_heads_kernel(
+        h_desc, weight_desc, cos, sin, out_desc, rows, tiles_n, rotated_n, width, length, HALF: tl.constexpr,
+        M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
+    ):  # fmt: skip
+        """As `_rotated_kernel`, of a weight in the usual order."""
+        HEADS: tl.constexpr = N // (2 * HALF)
+        for tile in tl.range(tl.program_id(0), tl.cdiv(rows, M) * tiles_n, tl.num_programs(0), flatten=FLAT):
+            at_m, tile_n = _place(tile, rows, tiles_n, M, GROUP)
+            at_n = tile_n * N
+            product = tl.zeros((M, N), dtype=tl.float32)
+            for k in range(tl.cdiv(width, K)):
+                part = h_desc.load([at_m, k * K])
+                product = tl.dot(part, weight_desc.load([at_n, k * K]).T, product)
+            angle = ((at_m + tl.arange(0, M)) % length * HALF)[:, None] + tl.arange(0, HALF)[None, :]
+            turns = (angle >= 0) & (tile_n < rotated_n)
+            c = tl.load(cos + angle, mask=turns, other=1.0)[:, None, :]
+            s = tl.load(sin + angle, mask=turns, other=0.0)[:, None, :]
+            first, second = tl.split(tl.permute(tl.reshape(product, (M, HEADS, 2, HALF)), (0, 1, 3, 2)))
+            turned = tl.join((first * c - second * s).to(out_desc.dtype), (second * c + first * s).to(out_desc.dtype))
+            left, right = _halves(tl.reshape(tl.permute(turned, (0, 1, 3, 2)), (M, N)), M, N)
+            out_desc.store([at_m, at_n], left)
+            out_desc.store([at_m, at_n + N // 2], right)
 
     @triton.jit
     def _prefetch(pointers):
@@ -244,10 +269,24 @@ def twice_gelu(h_MD: Tensor, weight_XD: Tensor, bias_X: Tensor) -> Tensor:
     return out
 
 
-def fits_gelu(h_MD: Tensor, hidden: int) -> bool:
-    """Whether `gelu_and_slope` and `times_slope` apply to products of this input and so many columns."""
-    whole_tiles = hidden % TRAINED["N"] == 0 and h_MD.shape[1] % TRAINED["K"] == 0
+def fits_training(h_MD: Tensor, columns: int) -> bool:
+    """Whether `gelu_and_slope`, `times_slope` and `rotated_heads` apply to products of this input and so many columns;
+    the last of them needs heads of at most WIDEST_HEAD, too."""
+    whole_tiles = columns % TRAINED["N"] == 0 and h_MD.shape[1] % TRAINED["K"] == 0
     return whole_tiles and h_MD.element_size() == 2 and on_hopper(h_MD)
+
+
+def rotated_heads(h_MD: Tensor, weight_XD: Tensor, cos_LR: Tensor, sin_LR: Tensor, heads: int) -> Tensor:
+    """h @ weight^T, its first `heads` heads rotated by position, for training: the weight in the usual order."""
+    (rows, width), columns, half = h_MD.shape, len(weight_XD), cos_LR.shape[-1]
+    m, n, k = HEADS["M"], HEADS["N"], HEADS["K"]
+    out = torch.empty((rows, columns), dtype=h_MD.dtype, device=h_MD.device)
+    _rotated_heads_kernel[_two_for_each(h_MD, triton.cdiv(rows, m) * (columns // n))](
+        TensorDescriptor.from_tensor(h_MD, [m, k]), TensorDescriptor.from_tensor(weight_XD, [n, k]), cos_LR, sin_LR,
+        TensorDescriptor.from_tensor(out, [m, n // 2]), rows, columns // n, heads * 2 * half // n, width, len(cos_LR),
+        HALF=half, **HEADS,
+    )  # fmt: skip
+    return out
 
 
 def gelu_and_slope(h_MD: Tensor, weight_XD: Tensor, bias_X: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,13 @@
 r"""The trunk of a plain network in training, in as few passes over memory as possible.
 
 A block of width 256 is bound by memory, not by arithmetic. So whatever lies between two matrix products is one pass
-over a (tokens, width) or (tokens, 4 width) matrix, forward and backward (a product with the rotation fused in was
-slower on an H200):
+over a (tokens, width) or (tokens, 4 width) matrix, forward and backward. On Hopper the rotation, GELU and GELU's slope
+are done in the products themselves (`gemm`).
 
     _AddNorm    x <- x + branch + bias,  h = LayerNorm(x) weight
     attend      qkv = h W', rotated in place; softmax(q k' / sqrt d) v    gradients leave un-rotated and packed
     _Product    h W'
     _Mlp        gelu(h W_up' + b) W_down'                                 GELU's slope and the bias sum in one pass
-                (on Hopper both are in the products, see `gemm`)
 
 With a small vocabulary the embedding, the first norm and, in short rows, the first block's queries, keys and values
 before rotation are rows of tables by token. The gradient of a table is the sum of its rows' gradients by token, and
@@ -121,8 +120,12 @@ def _sums_by_token(tokens_M: Tensor, size: int, *gradients_MX: Tensor) -> list[T
 
 def _rotated_qkv(h_MD: Tensor, weight_XD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Queries, keys and values h W' (B, L, X), the first two rotated."""
+    dim = 2 * cos.shape[1]
+    if dim <= gemm.WIDEST_HEAD and gemm.fits_training(h_MD, len(weight_XD)):
+        qkv_MX = gemm.rotated_heads(h_MD, weight_XD, cos, sin, 2 * h_MD.shape[1] // dim)
+        return qkv_MX.view(-1, len(cos), len(weight_XD))
     qkv_BLX = (h_MD @ weight_XD.t()).view(-1, len(cos), len(weight_XD))
-    return rotate_(qkv_BLX, cos, sin, h_MD.shape[1] // cos.shape[1])
+    return rotate_(qkv_BLX, cos, sin, 2 * h_MD.shape[1] // dim)
 
 
 class _Embed(torch.autograd.Function):
@@ -268,7 +271,7 @@ class _Mlp(torch.autograd.Function):
     def forward(
         ctx: Any, h: Tensor, up: Tensor, up_copy: Tensor, bias: Tensor, down: Tensor, down_copy: Tensor
     ) -> Tensor:
-        ctx.in_products = gemm.fits_gelu(h, len(bias))
+        ctx.in_products = gemm.fits_training(h, len(bias))
         if ctx.in_products:
             after, kept = gemm.gelu_and_slope(h, up_copy, bias)
         else:

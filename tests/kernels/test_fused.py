@@ -193,13 +193,32 @@ def test_products_with_gelu_inside() -> None:
         assert max(off.values()) < allowed, off
 
 
-def test_trunk_with_gelu_inside_its_products() -> None:
+def test_product_with_the_heads_rotated() -> None:
+    """Two, four and eight heads to a tile, values as they are, rows that are no multiple of a tile or of the length."""
     if not FOR_HOPPER:
         return
-    architecture, allowed = replace(PLAIN, depth=1), 0.03 if ON_CUDA else 2e-6
+    generator, allowed = torch.Generator().manual_seed(10), 0.01 if ON_CUDA else 2e-6
+    kind = torch.bfloat16 if ON_CUDA else torch.float32
+    for rows, length, width, dim in ((3, 60, 128, 64), (2, 100, 128, 32), (1, 130, 256, 16)):
+        h, weight = (
+            torch.randn(rows * length, width, generator=generator),
+            torch.randn(3 * width, width, generator=generator),
+        )
+        h, weight = h.to(DEVICE, kind), (weight / width**0.5).to(DEVICE, kind)
+        angle = torch.randn(length, dim // 2, generator=generator).to(DEVICE)
+        want = (h.double() @ weight.double().T).view(rows, length, 3 * width)
+        kernels.rotate_(want, angle.cos(), angle.sin(), 2 * width // dim)
+        got = products.rotated_heads(h, weight, angle.cos(), angle.sin(), 2 * width // dim).double()
+        assert float((got - want.view_as(got)).norm() / want.norm()) < allowed
+
+
+def test_trunk_with_gelu_and_rotation_inside_its_products() -> None:
+    if not FOR_HOPPER:
+        return
+    architecture, allowed = replace(PLAIN, depth=1, width=128, vocab_size=700), 0.03 if ON_CUDA else 2e-6
     kind, made = torch.bfloat16 if ON_CUDA else torch.float32, []
     for inside in (False, True):
-        with mock.patch.object(products, "fits_gelu", return_value=inside):
+        with mock.patch.object(products, "fits_training", return_value=inside):
             model, (tokens, gradient) = network(architecture), inputs(architecture, 4)
             made.append(found(model, fused.trunk(model, tokens, torch.float32, kind), gradient))
     off = errors(made[1], made[0])
