@@ -45,6 +45,13 @@ if triton is not None:
         return tl.load(matrix + position[:, None] * STRIDE, mask=(position < LENGTH)[:, None], other=0.0)
 
     @triton.jit
+    def exp2(x):
+        """2^x, 0 where that is no normal number: `tl.exp2` takes four more instructions, to get those right too."""
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
     def _attention_kernel(
         qkv, out, normaliser, scale, LENGTH: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
         CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
@@ -73,8 +80,8 @@ if triton is not None:
             if CAUSAL:
                 score = tl.where(key[None, :] <= query[:, None], score, -float("inf"))
             now = tl.maximum(largest, tl.max(score, axis=1))
-            p = tl.exp2(score - now[:, None])
-            shrink = tl.exp2(largest - now)
+            p = exp2(score - now[:, None])
+            shrink = exp2(largest - now)
             total = total * shrink + tl.sum(p, axis=1)
             result = tl.dot(p.to(v.dtype), v, result * shrink[:, None])
             largest = now
@@ -126,7 +133,7 @@ if triton is not None:
                 o = _rows_of(out + column[None, :], query, width, LENGTH, STEP)
                 log_sum = tl.load(normaliser + query, mask=query < LENGTH, other=float("inf"))
                 inner = tl.sum(do.to(tl.float32) * o.to(tl.float32), axis=1)
-                p = tl.exp2(tl.dot(own_k, tl.trans(q)) * scale - log_sum[None, :])
+                p = exp2(tl.dot(own_k, tl.trans(q)) * scale - log_sum[None, :])
                 if CAUSAL:
                     p = tl.where(own[:, None] <= query[None, :], p, 0.0)
                 dv = tl.dot(p.to(do.dtype), do, dv)
@@ -146,7 +153,7 @@ if triton is not None:
                 key = start + tl.arange(0, STEP)
                 k = _rows_of(base + width, key, 3 * width, LENGTH, STEP)
                 v = _rows_of(base + 2 * width, key, 3 * width, LENGTH, STEP)
-                p = tl.exp2(tl.dot(own_q, tl.trans(k)) * scale - own_log_sum[:, None])
+                p = exp2(tl.dot(own_q, tl.trans(k)) * scale - own_log_sum[:, None])
                 if LENGTH % STEP != 0:
                     p = tl.where((key < LENGTH)[None, :], p, 0.0)
                 if CAUSAL:
@@ -179,7 +186,7 @@ if triton is not None:
             key = start + tl.arange(0, STEP)
             k = _rows_of(base + width, key, 3 * width, LENGTH, STEP)
             v = _rows_of(base + 2 * width, key, 3 * width, LENGTH, STEP)
-            p = tl.exp2(tl.dot(q, tl.trans(k)) * scale - log_sum[:, None])
+            p = exp2(tl.dot(q, tl.trans(k)) * scale - log_sum[:, None])
             if LENGTH % STEP != 0:
                 p = tl.where((key < LENGTH)[None, :], p, 0.0)
             if CAUSAL:
@@ -192,13 +199,6 @@ if triton is not None:
             _store_unrotated(rows + width, dk * unit, cos, sin, key, LENGTH, DIM, STEP)
             tl.store(rows + 2 * width + column[None, :], dv.to(dqkv.dtype.element_ty), mask=(key < LENGTH)[:, None])
         _store_unrotated(to + query[:, None] * (3 * width), dq * unit, cos, sin, query, LENGTH, DIM, SIZE)
-
-    @triton.jit
-    def exp2(x):
-        """2^x, 0 where that is no normal number: `tl.exp2` takes four more instructions, to get those right too."""
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
 
     @triton.jit
     def _keys_gradient(

@@ -97,7 +97,7 @@ def embed(
 ) -> tuple[Tensor, Tensor]:
     """The tokens' embeddings (M, D), in `residual`, and their LayerNorm in `dtype`."""
     if len(weight_VD) > SMALL_VOCABULARY:
-        return _AddNorm.apply(F.embedding(tokens_M, weight_VD).to(residual), None, None, norm_D, dtype)
+        return _AddNorm.apply(_Rows.apply(tokens_M, weight_VD, residual), None, None, norm_D, dtype)
     return _Embed.apply(tokens_M, weight_VD, norm_D, residual, dtype)
 
 
@@ -146,6 +146,21 @@ class _Embed(torch.autograd.Function):
         rounded = weight.to(dx.dtype).float()
         dweight, _, _, dnorm = train_kernels.add_norm_gradient(rounded, norm, dh_table, dtable, None, False)
         return None, dweight, dnorm, None, None
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a table (V, D) in another precision: rounded before they are looked up, so less is read and written."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.size = len(weight)
+        return train_kernels.rows_at(weight.to(dtype), None, tokens)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        (tokens,) = ctx.saved_tensors
+        return None, torch.ops.aten.embedding_dense_backward(dx.float(), tokens, ctx.size, -1, False), None
 
 
 class _AddNorm(torch.autograd.Function):
