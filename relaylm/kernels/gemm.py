@@ -5,9 +5,12 @@ operation on one tile overlaps the loading of the next. cuBLAS's own epilogues d
 they lack, would cost a pass over memory.
 
 - `twice_gelu`: 2 gelu(h W^T + b), for `add_mlp_`;
-- `rotated`: queries, keys and values, h W^T + b, with queries and keys rotated before they are stored.
+- `rotated`: queries, keys and values, h W^T + b, with queries and keys rotated before they are stored;
+- for training `rotated_heads`, the same of weights in their usual order; `gelu_and_slope`, gelu(h W^T + b) with its
+  slope; `times_slope`, dy W times that slope with its sums over rows. These products are narrow, and what is done to a
+  tile takes almost as long, so two programs share a multiprocessor, and one computes products meanwhile.
 
-Two more use cuBLAS, which was faster on an H200 (`add_product_`) or needs no fusion (`head`).
+Three more use cuBLAS, which was faster on an H200 (`add_product_`) or needs no fusion (`head`, `weight_gradient`).
 
 Shapes: M rows, D width, X columns, N rows of the head, V vocabulary.
 """
@@ -31,6 +34,11 @@ SHARED_MEMORY = 232_448  # bytes a program may have on Hopper, nearly all used b
 TILE_M, TILE_N, TILE_K = 128, 256, 64  # a product is computed in tiles of m x n, in steps of k
 OPTIONS = {"M": TILE_M, "N": TILE_N, "K": TILE_K, "GROUP": 8, "num_warps": 8, "num_stages": 4}
 FEW_PLACES, FEW_TOKENS = 64, 64  # the most places that `few_logits` takes; tokens of one of its programs
+# Of the products in training, by calculation: two programs fit a multiprocessor in registers and shared memory.
+TRAINED = {"M": 128, "N": 128, "K": 64, "GROUP": 8, "num_warps": 8, "maxnreg": 128}
+UP = {**TRAINED, "FLAT": True, "num_stages": 3}
+HEADS = {**TRAINED, "FLAT": False, "num_stages": 3}
+DOWN = {**TRAINED, "FLAT": True, "num_stages": 2}
 WIDEST_HEAD = 64  # the angles of wider heads do not fit into the shared memory of `rotated`
 
 
@@ -107,6 +115,84 @@ if triton is not None:
             out_desc.store([at_m, at_n + 3 * N // 4], x3)
 
     @triton.jit
+    def _gelu_and_slope_kernel(
+        h_desc, weight_desc, bias, gelu_desc, slope_desc, rows, tiles_n, width,
+        M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
+    ):  # fmt: skip
+        for tile in tl.range(tl.program_id(0), tl.cdiv(rows, M) * tiles_n, tl.num_programs(0), flatten=FLAT):
+            at_m, tile_n = _place(tile, rows, tiles_n, M, GROUP)
+            at_n = tile_n * N
+            product = tl.zeros((M, N), dtype=tl.float32)
+            for k in range(tl.cdiv(width, K)):
+                part = h_desc.load([at_m, k * K])
+                product = tl.dot(part, weight_desc.load([at_n, k * K]).T, product)
+            x = product + tl.load(bias + at_n + tl.arange(0, N))[None, :]
+            # With s = (1 + tanh u) / 2 the GELU is x s, and its slope s + x s (1 - s) 2u'.
+            square = x * x
+            share = 0.5 + 0.5 * _tanh(x * (0.7978845608028654 + 0.035677408136300125 * square))
+            gelu = x * share
+            slope = share + gelu * (1.5957691216057308 + 0.2140644488178007 * square) * (1.0 - share)
+            left, right = _halves(gelu.to(gelu_desc.dtype), M, N)
+            gelu_desc.store([at_m, at_n], left)
+            gelu_desc.store([at_m, at_n + N // 2], right)
+            left, right = _halves(slope.to(slope_desc.dtype), M, N)
+            slope_desc.store([at_m, at_n], left)
+            slope_desc.store([at_m, at_n + N // 2], right)
+
+    @triton.jit
+    def _rotated_heads_kernel(
+        h_desc, weight_desc, cos, sin, out_desc, rows, tiles_n, rotated_n, width, length, HALF: tl.constexpr,
+        M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
+    ):  # fmt: skip
+        """As `_rotated_kernel`, of a weight in the usual order."""
+        HEADS: tl.constexpr = N // (2 * HALF)
+        for tile in tl.range(tl.program_id(0), tl.cdiv(rows, M) * tiles_n, tl.num_programs(0), flatten=FLAT):
+            at_m, tile_n = _place(tile, rows, tiles_n, M, GROUP)
+            at_n = tile_n * N
+            product = tl.zeros((M, N), dtype=tl.float32)
+            for k in range(tl.cdiv(width, K)):
+                part = h_desc.load([at_m, k * K])
+                product = tl.dot(part, weight_desc.load([at_n, k * K]).T, product)
+            angle = ((at_m + tl.arange(0, M)) % length * HALF)[:, None] + tl.arange(0, HALF)[None, :]
+            turns = (angle >= 0) & (tile_n < rotated_n)
+            c = tl.load(cos + angle, mask=turns, other=1.0)[:, None, :]
+            s = tl.load(sin + angle, mask=turns, other=0.0)[:, None, :]
+            first, second = tl.split(tl.permute(tl.reshape(product, (M, HEADS, 2, HALF)), (0, 1, 3, 2)))
+            turned = tl.join((first * c - second * s).to(out_desc.dtype), (second * c + first * s).to(out_desc.dtype))
+            left, right = _halves(tl.reshape(tl.permute(turned, (0, 1, 3, 2)), (M, N)), M, N)
+            out_desc.store([at_m, at_n], left)
+            out_desc.store([at_m, at_n + N // 2], right)
+
+    @triton.jit
+    def _prefetch(pointers):
+        """Asks for these lines of memory to come into the cache, and does not wait."""
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+    @triton.jit
+    def _times_slope_kernel(
+        dy_desc, weight_desc, slope, slope_desc, out_desc, sums, rows, tiles_n, width,
+        M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
+    ):  # fmt: skip
+        """Sums over the rows of each tile: (tiles of rows, columns). Rows beyond the last are zeros."""
+        LINE: tl.constexpr = 64  # elements of a line of memory
+        for tile in tl.range(tl.program_id(0), tl.cdiv(rows, M) * tiles_n, tl.num_programs(0), flatten=FLAT):
+            at_m, tile_n = _place(tile, rows, tiles_n, M, GROUP)
+            at_n = tile_n * N
+            row = tl.minimum(at_m + tl.arange(0, M), rows - 1).to(tl.int64)[:, None]
+            _prefetch(slope + row * (tiles_n * N) + at_n + LINE * tl.arange(0, N // LINE)[None, :])
+            product = tl.zeros((M, N), dtype=tl.float32)
+            for k in range(tl.cdiv(width, K)):
+                part = dy_desc.load([at_m, k * K])
+                product = tl.dot(part, weight_desc.load([k * K, at_n]), product)
+            product *= slope_desc.load([at_m, at_n]).to(tl.float32)
+            tl.store(sums + (at_m // M) * (tiles_n * N) + at_n + tl.arange(0, N), tl.sum(product, axis=0))
+            left, right = _halves(product.to(out_desc.dtype), M, N)
+            out_desc.store([at_m, at_n], left)
+            out_desc.store([at_m, at_n + N // 2], right)
+
+    @triton.jit
     def _few_logits_kernel(
         h_desc, weight_desc, bias, out, few, vocab, width,
         M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EARLY: tl.constexpr,
@@ -133,14 +219,19 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", SHARED_MEMORY))
 
 
+def on_hopper(x: Tensor) -> bool:
+    """Whether this is on a GPU with the copy engine and the shared memory that the kernels here were made for: Hopper
+    or later, and no desktop card."""
+    if TensorDescriptor is None or not x.is_cuda:
+        return False
+    return torch.cuda.get_device_capability(x.device)[0] >= 9 and shared_memory(x.device) >= SHARED_MEMORY
+
+
 def _programs(h_MD: Tensor, columns: int) -> int:
     """The number of programs for a product with so many columns; 0 where the kernels do not apply."""
-    if TensorDescriptor is None or not h_MD.is_cuda or columns % TILE_N or h_MD.shape[1] % TILE_K:
+    if columns % TILE_N or h_MD.shape[1] % TILE_K or not on_hopper(h_MD):
         return 0
-    device = torch.cuda.get_device_properties(h_MD.device)
-    if device.major < 9 or shared_memory(h_MD.device) < SHARED_MEMORY:  # before Hopper, or a desktop card
-        return 0
-    return int(device.multi_processor_count)
+    return int(torch.cuda.get_device_properties(h_MD.device).multi_processor_count)
 
 
 def fills(h_MD: Tensor, columns: int) -> bool:
@@ -178,6 +269,59 @@ def twice_gelu(h_MD: Tensor, weight_XD: Tensor, bias_X: Tensor) -> Tensor:
     return out
 
 
+def fits_training(h_MD: Tensor, columns: int) -> bool:
+    """Whether `gelu_and_slope`, `times_slope` and `rotated_heads` apply to products of this input and so many columns;
+    the last of them needs heads of at most WIDEST_HEAD, too."""
+    whole_tiles = columns % TRAINED["N"] == 0 and h_MD.shape[1] % TRAINED["K"] == 0
+    return whole_tiles and h_MD.element_size() == 2 and on_hopper(h_MD)
+
+
+def rotated_heads(h_MD: Tensor, weight_XD: Tensor, cos_LR: Tensor, sin_LR: Tensor, heads: int) -> Tensor:
+    """h @ weight^T, its first `heads` heads rotated by position, for training: the weight in the usual order."""
+    (rows, width), columns, half = h_MD.shape, len(weight_XD), cos_LR.shape[-1]
+    m, n, k = HEADS["M"], HEADS["N"], HEADS["K"]
+    out = torch.empty((rows, columns), dtype=h_MD.dtype, device=h_MD.device)
+    _rotated_heads_kernel[_two_for_each(h_MD, triton.cdiv(rows, m) * (columns // n))](
+        TensorDescriptor.from_tensor(h_MD, [m, k]), TensorDescriptor.from_tensor(weight_XD, [n, k]), cos_LR, sin_LR,
+        TensorDescriptor.from_tensor(out, [m, n // 2]), rows, columns // n, heads * 2 * half // n, width, len(cos_LR),
+        HALF=half, **HEADS,
+    )  # fmt: skip
+    return out
+
+
+def gelu_and_slope(h_MD: Tensor, weight_XD: Tensor, bias_X: Tensor) -> tuple[Tensor, Tensor]:
+    """gelu(h @ weight^T + bias), the tanh form, and its slope there, which is all that the backward pass needs."""
+    (rows, width), columns = h_MD.shape, len(weight_XD)
+    m, n, k = UP["M"], UP["N"], UP["K"]
+    gelu, slope = (torch.empty((rows, columns), dtype=h_MD.dtype, device=h_MD.device) for _ in range(2))
+    _gelu_and_slope_kernel[_two_for_each(h_MD, triton.cdiv(rows, m) * (columns // n))](
+        TensorDescriptor.from_tensor(h_MD, [m, k]), TensorDescriptor.from_tensor(weight_XD, [n, k]), bias_X,
+        TensorDescriptor.from_tensor(gelu, [m, n // 2]), TensorDescriptor.from_tensor(slope, [m, n // 2]),
+        rows, columns // n, width, **UP,
+    )  # fmt: skip
+    return gelu, slope
+
+
+def times_slope(dy_MD: Tensor, weight_DX: Tensor, slope_MX: Tensor) -> tuple[Tensor, Tensor]:
+    """(dy @ weight) slope, and its sums over the rows of each tile (tiles, X), float32, for `column_sums`."""
+    (rows, width), columns = dy_MD.shape, weight_DX.shape[1]
+    m, n, k = DOWN["M"], DOWN["N"], DOWN["K"]
+    out, tiles = torch.empty_like(slope_MX), triton.cdiv(rows, m)
+    sums = torch.empty((tiles, columns), dtype=torch.float32, device=dy_MD.device)
+    _times_slope_kernel[_two_for_each(dy_MD, tiles * (columns // n))](
+        TensorDescriptor.from_tensor(dy_MD, [m, k]), TensorDescriptor.from_tensor(weight_DX, [k, n]),
+        slope_MX, TensorDescriptor.from_tensor(slope_MX, [m, n]), TensorDescriptor.from_tensor(out, [m, n // 2]),
+        sums, rows, columns // n, width, **DOWN,
+    )  # fmt: skip
+    return out, sums
+
+
+def _two_for_each(x: Tensor, tiles: int) -> tuple[int]:
+    """Two programs for each multiprocessor, or one for each tile where these are fewer."""
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    return (min(tiles, 2 * processors),)
+
+
 def can_rotate(h_MD: Tensor, heads: int) -> bool:
     """Whether `rotated` applies to these heads: their angles fit, and each tile is rotated as a whole."""
     dim = h_MD.shape[1] // heads
@@ -211,6 +355,13 @@ def add_product_(x_MD: Tensor, h_MX: Tensor, weight_DX: Tensor, times: float = 1
         torch.addmm(x_MD, h_MX, weight_DX.t(), alpha=times, out=x_MD)
         return
     torch.ops.aten.addmm.dtype_out(x_MD, h_MX, weight_DX.t(), torch.float32, alpha=times, out=x_MD)
+
+
+def weight_gradient(dy_MX: Tensor, h_MD: Tensor) -> Tensor:
+    """dy' h (X, D) in float32, without a rounding to bfloat16 on the way."""
+    if dy_MX.is_cuda and dy_MX.dtype != torch.float32:
+        return torch.ops.aten.mm.dtype(dy_MX.t(), h_MD, torch.float32)
+    return (dy_MX.t() @ h_MD).float()
 
 
 def split_weights(weight_VD: Tensor, bias_V: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 r"""The trunk of a plain network in training, in as few passes over memory as possible.
 
 A block of width 256 is bound by memory, not by arithmetic. So whatever lies between two matrix products is one pass
-over a (tokens, width) or (tokens, 4 width) matrix, forward and backward (products with the rotation or GELU fused in
-were slower on an H200):
+over a (tokens, width) or (tokens, 4 width) matrix, forward and backward. On Hopper the rotation, GELU and GELU's slope
+are done in the products themselves (`gemm`).
 
     _AddNorm    x <- x + branch + bias,  h = LayerNorm(x) weight
     attend      qkv = h W', rotated in place; softmax(q k' / sqrt d) v    gradients leave un-rotated and packed
@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relaylm.kernels import attention, available, train_kernels
+from relaylm.kernels import attention, available, gemm, train_kernels
 from relaylm.kernels.trunk import rotate_, rotate_from_table
 
 Shape = tuple[int, int, int, bool]  # rows, length, heads, causal
@@ -97,23 +97,17 @@ def embed(
 ) -> tuple[Tensor, Tensor]:
     """The tokens' embeddings (M, D), in `residual`, and their LayerNorm in `dtype`."""
     if len(weight_VD) > SMALL_VOCABULARY:
-        return _AddNorm.apply(F.embedding(tokens_M, weight_VD).to(residual), None, None, norm_D, dtype)
+        return _AddNorm.apply(_Rows.apply(tokens_M, weight_VD, residual), None, None, norm_D, dtype)
     return _Embed.apply(tokens_M, weight_VD, norm_D, residual, dtype)
 
 
 def attend(h_MD: Tensor, weight: Tensor, copy: Tensor, cos: Tensor, sin: Tensor, shape: Shape) -> Tensor:
     """Attention (M, D) of queries, keys and values h W', rotated."""
-    if shape[1] <= attention.OWN_ATTENTION_UP_TO:
+    _, length, heads, causal = shape
+    if length <= attention.OWN_ATTENTION_UP_TO or attention.fits_by_keys(h_MD, length, heads, causal):
         return _Attend.apply(h_MD, weight, copy, cos, sin, shape)
     q, k, v = _Rotated.apply(h_MD, weight, copy, cos, sin, shape)
     return F.scaled_dot_product_attention(q, k, v, is_causal=shape[3]).transpose(1, 2).reshape(h_MD.shape)
-
-
-def _weight_gradient(dy_MX: Tensor, h_MD: Tensor) -> Tensor:
-    """dy' h (X, D) in float32, without a rounding to bfloat16 on the way."""
-    if dy_MX.is_cuda and dy_MX.dtype != torch.float32:
-        return torch.ops.aten.mm.dtype(dy_MX.t(), h_MD, torch.float32)
-    return (dy_MX.t() @ h_MD).float()
 
 
 def _sums_by_token(tokens_M: Tensor, size: int, *gradients_MX: Tensor) -> list[Tensor]:
@@ -121,13 +115,17 @@ def _sums_by_token(tokens_M: Tensor, size: int, *gradients_MX: Tensor) -> list[T
     ids = torch.arange(-(-size // 64) * 64, device=tokens_M.device)  # a multiple of 64, for the tensor cores
     is_token = tokens_M[:, None] == ids
     indicators = {kind: is_token.to(kind) for kind in {gradient.dtype for gradient in gradients_MX}}
-    return [_weight_gradient(indicators[gradient.dtype], gradient)[:size] for gradient in gradients_MX]
+    return [gemm.weight_gradient(indicators[gradient.dtype], gradient)[:size] for gradient in gradients_MX]
 
 
 def _rotated_qkv(h_MD: Tensor, weight_XD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Queries, keys and values h W' (B, L, X), the first two rotated."""
+    dim = 2 * cos.shape[1]
+    if dim <= gemm.WIDEST_HEAD and gemm.fits_training(h_MD, len(weight_XD)):
+        qkv_MX = gemm.rotated_heads(h_MD, weight_XD, cos, sin, 2 * h_MD.shape[1] // dim)
+        return qkv_MX.view(-1, len(cos), len(weight_XD))
     qkv_BLX = (h_MD @ weight_XD.t()).view(-1, len(cos), len(weight_XD))
-    return rotate_(qkv_BLX, cos, sin, h_MD.shape[1] // cos.shape[1])
+    return rotate_(qkv_BLX, cos, sin, 2 * h_MD.shape[1] // dim)
 
 
 class _Embed(torch.autograd.Function):
@@ -148,6 +146,21 @@ class _Embed(torch.autograd.Function):
         rounded = weight.to(dx.dtype).float()
         dweight, _, _, dnorm = train_kernels.add_norm_gradient(rounded, norm, dh_table, dtable, None, False)
         return None, dweight, dnorm, None, None
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a table (V, D) in another precision: rounded before they are looked up, so less is read and written."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.size = len(weight)
+        return train_kernels.rows_at(weight.to(dtype), None, tokens)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        (tokens,) = ctx.saved_tensors
+        return None, torch.ops.aten.embedding_dense_backward(dx.float(), tokens, ctx.size, -1, False), None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -198,7 +211,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, copy = ctx.saved_tensors
-        return dy @ copy, _weight_gradient(dy, h), None
+        return dy @ copy, gemm.weight_gradient(dy, h), None
 
 
 class _Rotated(torch.autograd.Function):
@@ -216,16 +229,19 @@ class _Rotated(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         h, copy, cos, sin = ctx.saved_tensors
         dqkv = train_kernels.pack_rotated(dq, dk, dv, cos, sin)
-        return dqkv @ copy, _weight_gradient(dqkv, h), None, None, None, None
+        return dqkv @ copy, gemm.weight_gradient(dqkv, h), None, None, None, None
 
 
 class _Attend(torch.autograd.Function):
-    """`attend` in short rows, by the attention of `relaylm.kernels.attention`."""
+    """`attend` where `relaylm.kernels.attention` has its gradient: in short rows, and in whole blocks of keys."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor, copy: Tensor, cos: Tensor, sin: Tensor, shape: Shape) -> Tensor:
         qkv, ctx.heads_causal = _rotated_qkv(h, copy, cos, sin), shape[2:]
-        out, normaliser = attention.attention(qkv, *ctx.heads_causal)
+        if shape[1] <= attention.OWN_ATTENTION_UP_TO:
+            out, normaliser = attention.attention(qkv, *ctx.heads_causal)
+        else:
+            out, normaliser = attention.library_attention(qkv, shape[2])
         ctx.save_for_backward(h, copy, cos, sin, qkv, out, normaliser)
         return out
 
@@ -233,7 +249,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         h, copy, cos, sin, qkv, out, normaliser = ctx.saved_tensors
         dqkv = attention.attention_gradient(qkv, out, normaliser, dout.contiguous(), cos, sin, *ctx.heads_causal)
-        return dqkv @ copy, _weight_gradient(dqkv, h), None, None, None, None
+        return dqkv @ copy, gemm.weight_gradient(dqkv, h), None, None, None, None
 
 
 class _EmbedAttend(torch.autograd.Function):
@@ -270,14 +286,22 @@ class _Mlp(torch.autograd.Function):
     def forward(
         ctx: Any, h: Tensor, up: Tensor, up_copy: Tensor, bias: Tensor, down: Tensor, down_copy: Tensor
     ) -> Tensor:
-        before = h @ up_copy.t()  # without the bias, which the GELU kernels add
-        after = train_kernels.gelu(before, bias)
-        ctx.save_for_backward(h, up_copy, bias, down_copy, before, after)
+        ctx.in_products = gemm.fits_training(h, len(bias))
+        if ctx.in_products:
+            after, kept = gemm.gelu_and_slope(h, up_copy, bias)
+        else:
+            kept = h @ up_copy.t()  # without the bias, which the GELU kernels add
+            after = train_kernels.gelu(kept, bias)
+        ctx.save_for_backward(h, up_copy, bias, down_copy, kept, after)
         return after @ down_copy.t()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        h, up, bias, down, before, after = ctx.saved_tensors
-        dbefore = dy @ down
-        dbias = train_kernels.gelu_gradient_(dbefore, before, bias)
-        return dbefore @ up, _weight_gradient(dbefore, h), None, dbias, _weight_gradient(dy, after), None
+        h, up, bias, down, kept, after = ctx.saved_tensors
+        if ctx.in_products:
+            dbefore, sums = gemm.times_slope(dy.contiguous(), down, kept)
+            dbias = train_kernels.column_sums(sums)
+        else:
+            dbefore = dy @ down
+            dbias = train_kernels.gelu_gradient_(dbefore, kept, bias)
+        return dbefore @ up, gemm.weight_gradient(dbefore, h), None, dbias, gemm.weight_gradient(dy, after), None

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relaylm.kernels import update
+
 ROUNDS, A, B, C = 5, 3.4445, -4.7750, 2.0315
 
 
@@ -52,6 +54,9 @@ class Muon(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
             grads, moments = [p.grad for p in params], [self.state[p]["exp_avg"] for p in params]
+            if isinstance(group["lr"], Tensor) and update.applies([*params, *grads, *moments]):
+                self._step_in_passes(params, grads, moments, group["lr"], group["momentum"])
+                continue
             torch._foreach_lerp_(moments, grads, 1 - group["momentum"])
             ahead = torch._foreach_lerp(grads, moments, group["momentum"])  # Nesterov: where momentum is about to go
             for members in _by_shape(params).values():
@@ -65,6 +70,32 @@ class Muon(torch.optim.Optimizer):
                     updates.append(_whole(params[i], made[at : at + count]))
                     at += count
                 torch._foreach_sub_([params[i] for i in members], updates)
+
+    @staticmethod
+    def _step_in_passes(
+        params: list[Tensor], grads: list[Tensor], moments: list[Tensor], lr: Tensor, momentum: float,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
+        """The same on CUDA, in one pass before the orthogonal matrices and one after them."""
+        for (short, long), members in _by_shape(params).items():
+            alike: dict[torch.Size, list[int]] = {}
+            for i in members:
+                alike.setdefault(params[i].shape, []).append(i)
+            counts = [sum(params[i].numel() for i in group) // (short * long) for group in alike.values()]
+            x_GMN = torch.empty((sum(counts), short, long), dtype=dtype, device=lr.device)
+            for group, part in zip(alike.values(), x_GMN.split(counts), strict=True):
+                stack = _stack_of(params[group[0]], part)
+                update.ahead_([grads[i] for i in group], [moments[i] for i in group], momentum, stack)
+            made_GMN = orthogonalise(x_GMN, dtype)
+            for group, part in zip(alike.values(), made_GMN.split(counts), strict=True):
+                stack = _stack_of(params[group[0]], part)
+                update.subtract_([params[i] for i in group], stack, lr, 0.2 * long**0.5)
+
+
+def _stack_of(p: Tensor, part_GMN: Tensor) -> Tensor:
+    """The pieces of parameters like this one as a stack of whole matrices: a view, transposed where pieces lie down."""
+    rows, columns = p.shape
+    return part_GMN.view(-1, rows, columns) if part_GMN.shape[2] == columns else part_GMN.mT
 
 
 def _pieces(p: Tensor, value: Tensor) -> list[Tensor]:

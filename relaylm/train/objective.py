@@ -40,6 +40,7 @@ from relaylm.core.diffusion import LINEAR
 from relaylm.core.noise import philox, split_seed
 from relaylm.errors import UserError
 from relaylm.kernels import draw
+from relaylm.kernels import loss as head_loss
 from relaylm.kernels import train as fused
 from relaylm.models.denoiser import Transformer
 from relaylm.train.corpus import TokenFile
@@ -211,8 +212,8 @@ class Objective(nn.Module):
 
     def compile_parts(self) -> None:
         """The trunk by the kernels of `fused` where they apply, otherwise the block compiled, once for all depths; and
-        the loss compiled. What lies between is a handful of small kernels. (The whole network compiled as one takes a
-        minute longer and gains little.)"""
+        the loss compiled, where `weighted_loss` does not apply. What lies between is a handful of small kernels. (The
+        whole network compiled as one takes a minute longer and gains little.)"""
         self.fused = self.bf16 and fused.applies(self.model)
         for block in [] if self.fused else self.model.blocks:
             block.compile(dynamic=False)
@@ -245,10 +246,15 @@ class Objective(nn.Module):
             t_M = None if t_M is None else t_M[where.index_M]
         with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             x_MD = self._hidden(seen_BL, t, where)
-            loss_M = (
-                self._nll(x_MD, target_M, t_M) if self.teacher[0] is None else self._kl(x_MD, seen_BL, t, t_M, where)
-            )
-        return (loss_M * weight_M).sum(), torch.stack([count, lost])
+            if self.teacher[0] is not None:
+                loss = (self._kl(x_MD, seen_BL, t, t_M, where) * weight_M).sum()
+            elif self.fused and GATHER_FROM <= self.model.vocab_size <= head_loss.LARGEST_VOCABULARY:
+                head = self.model.output_layer.linear
+                mask_id = -1 if self.model.architecture.causal else self.model.mask_id
+                loss = head_loss.weighted_loss(x_MD, head.weight, head.bias, target_M, weight_M, mask_id)
+            else:
+                loss = (self._nll(x_MD, target_M, t_M) * weight_M).sum()
+        return loss, torch.stack([count, lost])
 
     def _hidden(self, tokens_BL: Tensor, t_B: Tensor, where: _Places | None) -> Tensor:
         """The residual stream (M, D), or, fused, its final norm."""

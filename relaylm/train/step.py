@@ -28,7 +28,7 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from relaylm.errors import UserError
-from relaylm.kernels import triton
+from relaylm.kernels import triton, update
 from relaylm.models.compat import pick_device
 from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.train.muon import Muon
@@ -162,6 +162,10 @@ class Trainer:
             _shard(self.objective, compiled)
         self.params = dict(self.model.named_parameters())
         self.ema = {name: value.detach().clone() for name, value in self.params.items()}
+        self._whole: tuple[Tensor, Tensor] | None = None
+        if not self.sharded and update.applies([value.detach() for value in self.params.values()]):
+            # All weights in one piece of memory, and all averages, so that one pass takes these towards those.
+            self._whole = _in_one_piece(self.params.values()), _in_one_piece(self.ema.values())
         # The same storage, as plain lists for the fused operations of every step.
         self._now = [_local(value.detach()) for value in self.params.values()]
         self._average = [_local(value) for value in self.ema.values()]
@@ -233,7 +237,10 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if device.type == "cuda":
+        if self._whole is not None:
+            now, average = self._whole
+            update.lerp_(average, now, self.ema_rate)
+        elif device.type == "cuda":
             apart = torch._foreach_sub(self._now, self._average)
             torch._foreach_mul_(apart, self.ema_rate)
             torch._foreach_add_(self._average, apart)
@@ -357,6 +364,18 @@ def _copied(start: Transformer, recipe: Recipe) -> Transformer:
     model = Transformer(start.architecture, recipe.dropout)
     model.load_state_dict({name: value.float() for name, value in start.state_dict().items()})
     return model
+
+
+def _in_one_piece(tensors: Iterable[Tensor]) -> Tensor:
+    """Moves the tensors' values to one piece of memory, which is returned; each begins at a multiple of 64 numbers."""
+    tensors = list(tensors)
+    sizes = [-(-x.numel() // 64) * 64 for x in tensors]
+    whole = tensors[0].new_zeros(sum(sizes))
+    for x, part in zip(tensors, whole.split(sizes), strict=True):
+        place = part[: x.numel()].view(x.shape)
+        place.copy_(x.detach())
+        x.data = place
+    return whole
 
 
 def _shard(objective: Objective, compiled: bool) -> None:

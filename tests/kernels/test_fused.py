@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,16 +23,21 @@ from relaylm.core.noise import race
 from relaylm.kernels import attention as attention_kernels
 from relaylm.kernels import available, draw
 from relaylm.kernels import gemm as products
+from relaylm.kernels import loss as losses
 from relaylm.kernels import train as fused
 from relaylm.kernels import train_kernels as fused_kernels
 from relaylm.kernels import trunk as kernels
+from relaylm.kernels import update as updates
 from relaylm.models.denoiser import Architecture, Transformer
+from relaylm.train.muon import Muon
 from relaylm.train.objective import Objective, _places_of
 from relaylm.train.recipe import Recipe
+from relaylm.train.step import Trainer, World
 
 INTERPRETED = available() and os.environ.get("TRITON_INTERPRET") == "1"
 ON_CUDA = torch.cuda.is_available() and available() and not INTERPRETED
 DEVICE = "cuda" if ON_CUDA else "cpu"
+FOR_HOPPER = INTERPRETED or (ON_CUDA and torch.cuda.get_device_capability()[0] >= 9)  # some kernels are made for it
 
 try:
     import pytest
@@ -52,6 +58,14 @@ if INTERPRETED:  # its loops take one-element arrays for numbers, which newer Nu
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_index
+    # What the kernels have in assembly, which the interpreter does not know.
+    ASSEMBLY = {"ex2.approx.ftz.f32": np.exp2, "tanh.approx.f32": np.tanh, "prefetch.global.L2": np.zeros_like}
+
+    def run_assembly(_: Any, text: str, constraints: str, values: list[Any], *rest: Any) -> Any:
+        made = interpreter.TensorHandle(ASSEMBLY[text.split()[0]](values[0].data), values[0].dtype.scalar)
+        return mock.Mock(get_result=lambda _: made)
+
+    interpreter.InterpreterBuilder.create_inline_asm = run_assembly
     # Few programs, which take longer turns: the interpreter's time is a matter of their number, and they come to loop.
     fused_kernels.NORM |= {"ELEMENTS": 1024, "PROGRAMS": 3}
     fused_kernels.POINTWISE |= {"BLOCK_M": 16, "PROGRAMS": 3}
@@ -155,6 +169,89 @@ def test_final_norm_and_gradients(name: str, residual: torch.dtype, own: bool) -
     assert all(off < allowed for off, allowed in found.values()), found
 
 
+def test_products_with_gelu_inside() -> None:
+    """The product, GELU, its slope and the bias's gradient, at rows that are no multiple of the tiles."""
+    if not FOR_HOPPER:
+        return
+    generator, allowed = torch.Generator().manual_seed(4), 0.01 if ON_CUDA else 2e-6
+    kind = torch.bfloat16 if ON_CUDA else torch.float32
+    for tokens, width, hidden in ((300, 64, 256), (130, 192, 128)):
+        h, dy = torch.randn(2, tokens, width, generator=generator).to(DEVICE, kind)
+        up, down = torch.randn(hidden, width, generator=generator), torch.randn(width, hidden, generator=generator)
+        up, down = (0.2 * up).to(DEVICE, kind), (0.2 * down).to(DEVICE, kind)
+        bias = torch.randn(hidden, generator=generator).to(DEVICE)
+        before = (h.double() @ up.double().T + bias.double()).requires_grad_()
+        after = F.gelu(before, approximate="tanh")
+        (want,) = torch.autograd.grad(after, before, dy.double() @ down.double())
+        gelu, slope = products.gelu_and_slope(h, up, bias)
+        dbefore, sums = products.times_slope(dy, down, slope)
+        got = {"gelu": gelu, "dbefore": dbefore, "dbias": fused_kernels.column_sums(sums)}
+        off = errors(
+            {name: x.double() for name, x in got.items()},
+            {"gelu": after.detach(), "dbefore": want, "dbias": want.sum(0)},
+        )
+        assert max(off.values()) < allowed, off
+
+
+def test_product_with_the_heads_rotated() -> None:
+    """Two, four and eight heads to a tile, values as they are, rows that are no multiple of a tile or of the length."""
+    if not FOR_HOPPER:
+        return
+    generator, allowed = torch.Generator().manual_seed(10), 0.01 if ON_CUDA else 2e-6
+    kind = torch.bfloat16 if ON_CUDA else torch.float32
+    for rows, length, width, dim in ((3, 60, 128, 64), (2, 100, 128, 32), (1, 130, 256, 16)):
+        h, weight = (
+            torch.randn(rows * length, width, generator=generator),
+            torch.randn(3 * width, width, generator=generator),
+        )
+        h, weight = h.to(DEVICE, kind), (weight / width**0.5).to(DEVICE, kind)
+        angle = torch.randn(length, dim // 2, generator=generator).to(DEVICE)
+        want = (h.double() @ weight.double().T).view(rows, length, 3 * width)
+        kernels.rotate_(want, angle.cos(), angle.sin(), 2 * width // dim)
+        got = products.rotated_heads(h, weight, angle.cos(), angle.sin(), 2 * width // dim).double()
+        assert float((got - want.view_as(got)).norm() / want.norm()) < allowed
+
+
+def test_trunk_with_gelu_and_rotation_inside_its_products() -> None:
+    if not FOR_HOPPER:
+        return
+    architecture, allowed = replace(PLAIN, depth=1, width=128, vocab_size=700), 0.03 if ON_CUDA else 2e-6
+    kind, made = torch.bfloat16 if ON_CUDA else torch.float32, []
+    for inside in (False, True):
+        with mock.patch.object(products, "fits_training", return_value=inside):
+            model, (tokens, gradient) = network(architecture), inputs(architecture, 4)
+            made.append(found(model, fused.trunk(model, tokens, torch.float32, kind), gradient))
+    off = errors(made[1], made[0])
+    assert max(off.values()) < allowed, off
+
+
+def test_weighted_loss() -> None:
+    """The loss and all gradients against autograd in float64: with a mask and without, columns that fill a row and that
+    do not, more rows than programs; scaled, and where no gradient is wanted."""
+    kind, allowed = (torch.bfloat16, 0.01) if ON_CUDA else (torch.float32, 1e-6)
+    for places, vocab, mask_id in ((9, 700, 699), (5, 1024, 3), (3, 513, -1)):
+        generator = torch.Generator().manual_seed(6)
+        h, weight = torch.randn(places, 64, generator=generator), torch.randn(vocab, 64, generator=generator) / 4
+        bias, scale = torch.randn(vocab, generator=generator), torch.rand(places, generator=generator)
+        target, scale[1] = torch.randint(4, vocab - 1, (places,), generator=generator).to(DEVICE), 0.0
+        leaves = [x.to(DEVICE).requires_grad_() for x in (h.to(kind), weight.to(kind).float(), bias)]
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        logits = exact[0] @ exact[1].T + exact[2]
+        if mask_id >= 0:
+            logits = logits.index_fill(1, torch.tensor([mask_id], device=DEVICE), -torch.inf)
+        want = (F.cross_entropy(logits, target, reduction="none") * scale.to(DEVICE)).sum()
+        with mock.patch.dict(losses.LOSS, PROGRAMS=4):
+            got = losses.weighted_loss(*leaves, target, scale.to(DEVICE), mask_id)
+            (3 * want).backward()
+            (3 * got).backward()
+        made = {"loss": got.detach().double(), **{str(i): x.grad.double() for i, x in enumerate(leaves)}}
+        off = errors(made, {"loss": want.detach(), **{str(i): x.grad for i, x in enumerate(exact)}})
+        assert max(off.values()) < allowed, off
+        assert not leaves[0].grad[1].any()
+        with torch.no_grad():
+            assert torch.equal(losses.weighted_loss(*leaves, target, scale.to(DEVICE), mask_id), got)
+
+
 def test_scored_positions_only() -> None:
     """The rows, and the gradients, of a network that runs everywhere and is asked for some positions only: fewer than
     there are places, none at all in one row, and one place too few."""
@@ -181,10 +278,13 @@ def test_scored_positions_only() -> None:
 
 
 def test_attention_gradients() -> None:
-    """Both kernels against autograd: rows that fill a program, that do not, that are shorter than the smallest tile."""
+    """All kernels against autograd: rows that fill a program, that do not, that are shorter than the smallest tile,
+    and of two and three blocks of keys."""
     kind, allowed = (torch.bfloat16, 0.01) if ON_CUDA else (torch.float32, 1e-6)
-    shapes = ((2, 64, 2, 32), (1, 150, 3, 16), (2, 5, 1, 64))
+    shapes = ((2, 64, 2, 32), (1, 150, 3, 16), (2, 5, 1, 64), (1, 256, 1, 64), (1, 384, 2, 32))
     for (rows, length, heads, dim), causal in itertools.product(shapes, (False, True)):
+        if length > 150 and (causal or not FOR_HOPPER):
+            continue
         generator = torch.Generator().manual_seed(4)
         qkv = torch.randn(rows, length, 3 * heads * dim, generator=generator).to(DEVICE, kind)
         dout = torch.randn(rows * length, heads * dim, generator=generator).to(DEVICE, kind)
@@ -199,10 +299,13 @@ def test_attention_gradients() -> None:
         want[:, :, :2] = turned.movedim(-1, -2)
         out, normaliser = attention_kernels.attention(qkv, heads, causal)
         assert float((out - attended.detach()).norm() / attended.detach().norm()) < allowed
-        for whole_row in (True, False):
+        for whole_row in (True, False) if length <= 256 else (False,):
             turned_back = angle.cos(), angle.sin(), heads, causal, whole_row
             got = attention_kernels.attention_gradient(qkv, out, normaliser, dout, *turned_back).double()
             assert float((got.view(want.shape) - want).norm() / want.norm()) < allowed, (whole_row, length)
+        if length > 150:
+            by_keys = attention_kernels.gradient_by_keys(qkv, out, normaliser, dout, *turned_back[:3]).double()
+            assert float((by_keys.view(want.shape) - want).norm() / want.norm()) < allowed, length
 
 
 def test_which_gradient_kernel() -> None:
@@ -368,6 +471,69 @@ def test_column_sums() -> None:
         got = fused_kernels.column_sums(share)
         assert got.shape == shape[1:] and (got - share.double().sum(0)).abs().max() < 1e-3
         assert torch.equal(got, fused_kernels.column_sums(share))
+
+
+def test_muon_in_passes() -> None:
+    """Matrices that lie down, stand up and are three in one, against the plain step; and the moving average."""
+    generator, device = torch.Generator().manual_seed(7), DEVICE
+    shapes = ((96, 32), (32, 32), (160, 32), (32, 160), (96, 32), (160, 32))
+    made = []
+    for in_passes in (False, True):
+        generator.manual_seed(7)
+        params = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+        grads, moments = ([torch.randn(shape, generator=generator).to(device) for shape in shapes] for _ in range(2))
+        if in_passes:
+            kind = torch.bfloat16 if ON_CUDA else torch.float32
+            Muon._step_in_passes(params, grads, moments, torch.tensor(0.1, device=device), 0.95, kind)
+        else:
+            optimizer = Muon([torch.nn.Parameter(p) for p in params], 0.1)  # a lr that is no tensor: the plain step
+            for p, grad, moment in zip(optimizer.param_groups[0]["params"], grads, moments, strict=True):
+                p.grad, optimizer.state[p]["exp_avg"] = grad, moment
+            optimizer.step()
+        made.append(
+            {
+                f"{name} {i}": x.double()
+                for name, xs in (("param", params), ("moment", moments))
+                for i, x in enumerate(xs)
+            }
+        )
+    off = errors(made[1], made[0])
+    assert max(off.values()) < (0.01 if ON_CUDA else 1e-5), off
+    average, now = torch.randn(2, 5000, generator=generator).to(device)
+    want = torch.lerp(average, now, 0.01)
+    updates.lerp_(average, now, torch.tensor(0.01, device=device))
+    assert torch.allclose(average, want, atol=1e-6)
+
+
+def test_all_weights_in_one_piece_of_memory() -> None:
+    """The same weights and averages after a few steps as with tensors of their own, and after going back to them."""
+    recipe, made = Recipe(steps=8, batch=4, optimizer="muon", lr=5e-3, warmup=2, precision="fp32", compile="off"), []
+    generator = torch.Generator().manual_seed(8)
+    share = (torch.arange(4) + 0.5) / 4
+    part = {
+        "tokens": torch.randint(0, 29, (4, 40), generator=generator),
+        "sample": torch.arange(4),
+        "threshold": (share * 2**32).long(),
+        "weight": (1 / (share * 160)).float(),
+        "t": share.float(),
+    }
+    for whole in (False, True):
+        with mock.patch.object(updates, "applies", return_value=whole):
+            trainer = Trainer(replace(PLAIN, tied=True), recipe, 0, World(torch.device(DEVICE)))
+            for _ in range(3):
+                trainer.step([part])
+            again = Trainer(replace(PLAIN, tied=True), recipe, 0, World(torch.device(DEVICE)))
+            again.restore(trainer.tensors(), 3)
+            for one in (trainer, again):
+                one.step([part])
+        assert len({p.untyped_storage().data_ptr() for p in trainer.params.values()}) == (
+            1 if whole else len(trainer.params)
+        )
+        kept = trainer.tensors()
+        assert all(torch.equal(kept[name], value) for name, value in again.tensors().items())
+        made.append({name: value.double() for name, value in kept.items() if value.any()})
+    off = errors(made[1], made[0])
+    assert max(off.values()) < (0.05 if ON_CUDA else 1e-5), off
 
 
 def test_twice_the_same_bits() -> None:
