@@ -39,11 +39,10 @@ from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure.continuations import continuation_bound
 from relaylm.measure.likelihood import without_mask
-from relaylm.models.compat import check_whole
 from relaylm.models.family import Family
 from relaylm.models.text import wrap_marks
 from relaylm.sampling.engine import settings
-from relaylm.sampling.policy import resolve, static_models
+from relaylm.sampling.policy import check_whole, resolve, static_models
 from relaylm.sampling.rules import parse_rule
 from relaylm.sampling.sample import choose_spacing, sample
 

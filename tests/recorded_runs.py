@@ -51,7 +51,7 @@ from relaylm import (
     search,
 )
 from relaylm.core.cost import mean_price
-from relaylm.core.diffusion import Alpha
+from relaylm.core.plan import Alpha
 from relaylm.measure.importance import importance, path_kl
 from relaylm.measure.judge import load_judge, score
 

@@ -30,8 +30,9 @@ from relaylm.convert.tensors import Found, Lazy, Options, blocks_of, count, numb
 from relaylm.convert.weights import open_weights
 from relaylm.errors import UserError
 from relaylm.files import read_object
-from relaylm.models.compat import pick_dtype, place
 from relaylm.models.denoiser import Architecture, Transformer, build, check_tensors, expected_shapes
+from relaylm.models.family import pick_dtype
+from relaylm.models.folder import place
 
 PREFIXES = ("backbone._orig_mod.", "backbone.", "_orig_mod.", "")  # of the wrapper, and of torch.compile
 INV_FREQ = "rotary_emb.inv_freq"

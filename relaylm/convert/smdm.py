@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from relaylm.convert.tensors import Found, Options, Shapes, blocks_of, count, shape_of
 from relaylm.convert.weights import open_weights
 from relaylm.errors import UserError
-from relaylm.models.compat import pick_dtype
 from relaylm.models.denoiser import check_tensors
+from relaylm.models.family import pick_dtype
 from relaylm.models.layers import attend, take
 
 LENGTH = 2048

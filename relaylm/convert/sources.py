@@ -22,8 +22,7 @@ from relaylm.convert.tensors import Found, Options
 from relaylm.convert.weights import open_safetensors
 from relaylm.errors import UserError
 from relaylm.files import backup, expand, read_object
-from relaylm.models.compat import RESERVED, check_together
-from relaylm.models.folder import MANIFEST
+from relaylm.models.folder import MANIFEST, RESERVED, check_together
 from relaylm.models.hub import HUB_FILES, download
 from relaylm.models.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 

@@ -24,9 +24,8 @@ import numpy as np
 import torch
 
 from relaylm.core.noise import uniforms
-from relaylm.core.plan import Plan, make_events
+from relaylm.core.plan import Plan, make_events, spaced_calls
 from relaylm.core.schedule import Schedule
-from relaylm.core.spacing import spaced_calls
 from relaylm.errors import UserError
 from relaylm.measure.likelihood import masked_sums
 from relaylm.measure.plan_likelihood import plan_bound

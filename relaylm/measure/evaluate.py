@@ -32,7 +32,7 @@ from relaylm.measure import metrics
 from relaylm.measure.drawn import Drawn, pack, row_costs, steps_json, total_costs, unpack
 from relaylm.measure.judge import Judge, Scores, score, weights_digest
 from relaylm.measure.store import Store, content_key
-from relaylm.models.compat import check_whole
+from relaylm.sampling.policy import check_whole
 from relaylm.sampling.result import Samples
 from relaylm.sampling.rules import Rule
 from relaylm.sampling.sample import lay_out, sample

@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from relaylm.console import progress_bar, table
-from relaylm.core.diffusion import LINEAR, Alpha, unmask_probability
 from relaylm.core.noise import uniforms
+from relaylm.core.plan import LINEAR, Alpha, unmask_probability
 from relaylm.core.schedule import Timetable
 from relaylm.errors import UserError
 from relaylm.measure import metrics

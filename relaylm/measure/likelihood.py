@@ -44,9 +44,9 @@ from torch import Tensor
 from relaylm.core.noise import uniforms
 from relaylm.core.schedule import Timetable
 from relaylm.errors import UserError, checked
-from relaylm.models.compat import check_whole
 from relaylm.models.text import read_text, wrap_marks, wrapped_rows
 from relaylm.sampling.engine import settings
+from relaylm.sampling.policy import check_whole
 
 if TYPE_CHECKING:
     from relaylm.models.family import Family

@@ -28,8 +28,8 @@ from relaylm.core.pairs import PairTable, default_spacing
 from relaylm.core.schedule import Spacing
 from relaylm.errors import UserError
 from relaylm.files import amend_folder, read_object
-from relaylm.models.compat import check_whole
 from relaylm.models.folder import MANIFEST, PAIRS
+from relaylm.sampling.policy import check_whole
 
 SHARES = (0.02, 0.1, 0.25, 0.45, 0.65, 0.85, 0.98)
 _CELLS = 1 << 26  # logits that are in memory at once, at most

@@ -30,9 +30,8 @@ import torch
 
 from relaylm.console import progress_bar
 from relaylm.core.cost import Cost
-from relaylm.core.plan import Plan, make_events, make_plan
+from relaylm.core.plan import Plan, events_of_calls, make_events, make_plan, spaced_events
 from relaylm.core.schedule import Schedule
-from relaylm.core.spacing import events_of_calls, spaced_events
 from relaylm.errors import UserError
 from relaylm.measure import metrics
 from relaylm.measure.schedule_likelihood import ScheduleBound

@@ -44,8 +44,8 @@ import numpy as np
 import torch
 
 from relaylm.core.cost import Cost
-from relaylm.core.diffusion import LINEAR, Alpha
 from relaylm.core.noise import uniforms
+from relaylm.core.plan import LINEAR, Alpha
 from relaylm.core.schedule import Schedule, Timetable
 from relaylm.errors import UserError
 from relaylm.measure import metrics

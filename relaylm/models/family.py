@@ -1,15 +1,15 @@
-"""Denoisers that may take turns, as one value.
+"""Denoisers that may take turns, as one value, on one device.
 
-A family shares vocabulary, mask, length and tokenizer; `Family` refuses what does not belong together (`compat` has the
-rules). Any denoisers are allowed, a table in a test included. `folder` stores a family. A source is a folder, the
-name of a family that came with the package, or a Hugging Face id; public checkpoints of other formats are sources too,
-which `relaylm.convert` reads.
+A family shares vocabulary, mask, length and tokenizer (`folder` has the rules, and stores a family). Any denoisers are
+allowed, a table in a test included. A source is a folder, the name of a family that came with the package, or a Hugging
+Face id; public checkpoints of other formats are sources too, which `relaylm.convert` reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,14 +21,17 @@ import torch
 from relaylm.core.schedule import Schedule, Spacing
 from relaylm.errors import UserError, meant
 from relaylm.files import backup, read_bytes, read_object
-from relaylm.models.compat import check_known, check_models, other_spelling, pick_device, pick_dtype, place
 from relaylm.models.denoiser import Denoiser, Transformer
 from relaylm.models.folder import (
     CARD,
+    DTYPES,
     HELDOUT,
     MANIFEST,
     PAIRS,
+    check_known,
+    check_models,
     load_network,
+    place,
     read_manifest,
     refuse_pickles,
     save_family,
@@ -39,6 +42,38 @@ if TYPE_CHECKING:
     from relaylm.core.pairs import PairTable
 
 BUNDLED = Path(__file__).parent / "families"
+
+
+def pick_device(device: str | torch.device) -> torch.device:
+    """The device of that name, which must be present; "auto" is the fastest one."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        chosen = None
+    if chosen is None or chosen.type not in ("cpu", "cuda", "mps"):
+        raise UserError(f"{device!r} is not a device: write auto, cpu, cuda or mps")
+    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}[chosen.type]
+    if not present or (chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count()):
+        raise UserError(f"this machine has no {chosen} that PyTorch can use: write auto or cpu")
+    return chosen
+
+
+def cpu_has_bfloat16() -> bool:
+    """True if this CPU has instructions for products of bfloat16; PyTorch computes them on any, but slowly."""
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # named so from PyTorch 2.6 on
+    return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
+
+
+def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The type the blocks compute in: by default bfloat16 on CUDA, float32 elsewhere."""
+    if dtype is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    chosen = DTYPES.get(str(dtype).removeprefix("torch."))
+    if chosen is None or (chosen == torch.float64 and device.type == "mps"):
+        raise UserError(f"{dtype} cannot be computed in on {device.type}: write float32, bfloat16 or float16")
+    return chosen
 
 
 def bundled() -> list[str]:
@@ -128,12 +163,13 @@ class Family:
         return {name: sum(tensor.numel() for tensor in model.parameters()) for name, model in counted.items()}
 
     def __getitem__(self, name: str) -> Denoiser:
-        name = self.named(name)
-        return self.models[name]
+        return self.models[self.named(name)]
 
     def named(self, name: str) -> str:
         """The name of one of the models; `4b` and `d4` both find the one of four blocks."""
-        name = other_spelling(name, self.models)
+        depth = re.fullmatch(r"d([0-9]+)|([0-9]+)b", name)
+        other = "" if depth is None else f"{depth[1]}b" if depth[1] else f"d{depth[2]}"
+        name = other if name not in self.models and other in self.models else name
         self.check_names((name,))
         return name
 

@@ -27,8 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relaylm.core.diffusion import LINEAR, Alpha
-from relaylm.core.plan import Plan
+from relaylm.core.plan import LINEAR, Alpha, Plan
 from relaylm.core.schedule import Policy, Schedule
 from relaylm.errors import UserError, checked
 from relaylm.sampling.denoise import Options, denoise, next_call, rows_in_call

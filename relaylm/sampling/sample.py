@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from relaylm.core.diffusion import LINEAR, Alpha
-from relaylm.core.plan import make_plan
+from relaylm.core.plan import LINEAR, Alpha, make_plan
 from relaylm.core.schedule import Policy, Schedule, Spacing, Timetable
 from relaylm.errors import UserError, checked, token_rows
 from relaylm.models.family import Family
@@ -127,7 +126,7 @@ def choose_spacing(
             raise UserError("spread chooses the spacing from the number of steps: give spread or a spacing, not both")
         if steps is None or math.isinf(steps):
             raise UserError("spread needs a number of steps: about as many calls are made")
-        from relaylm.core.spacing import spread_over
+        from relaylm.core.plan import spread_over
 
         spacing, steps = spread_over(steps, length), None
     if spacing is None and steps is None and isinstance(policy, Schedule) and policy.takes_spacing:

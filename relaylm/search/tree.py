@@ -33,10 +33,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from relaylm.core.diffusion import LINEAR
-from relaylm.core.plan import Events, Plan, make_events, make_plan
+from relaylm.core.plan import Events, Plan, make_events, make_plan, spaced_events
 from relaylm.core.schedule import Schedule, Spacing, Timetable
-from relaylm.core.spacing import spaced_events
 from relaylm.errors import UserError
 from relaylm.sampling.policy import check_request
 from relaylm.sampling.result import flops_of_calls
@@ -182,7 +180,7 @@ class _Tree:
         self.family, self.tables, self.plan = family, tables, plan
         grids = list({table.key: table for table in tables}.values())
         parts = [
-            make_events(plan, grid.times, LINEAR) if grid.spacing is None else spaced_events(plan, grid.spacing)
+            make_events(plan, grid.times) if grid.spacing is None else spaced_events(plan, grid.spacing)
             for grid in grids
         ]
         self.events = _side_by_side(parts)
