@@ -32,7 +32,7 @@ from relaylm.measure.rivals import one_model
 from relaylm.search.evolve import Evolve
 from relaylm.search.exhaustive import Exhaustive
 from relaylm.search.space import SLACK, Problem
-from relaylm.search.stretches import Stopped
+from relaylm.search.tree import Stopped
 from relaylm.search.trials import Trials
 from relaylm.search.tune import ROWS, Tune
 from relaylm.search.tuner import DRAWS

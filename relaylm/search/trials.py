@@ -42,8 +42,7 @@ from relaylm.measure.store import Store, content_key
 from relaylm.sampling.engine import out_of_memory
 from relaylm.sampling.result import Samples
 from relaylm.sampling.sample import sample
-from relaylm.search.stretches import Stopped
-from relaylm.search.tree import Grown, grow, grow_rows
+from relaylm.search.tree import Grown, Stopped, grow, grow_rows
 
 if TYPE_CHECKING:
     from relaylm.models.family import Family
@@ -152,7 +151,7 @@ class Trials:
         self, schedule: Schedule, first: int, n: int, on_calls: Callable[[int, int], None] | None = None
     ) -> Samples:
         """An independent run of a range of rows."""
-        options = {**self._options, "given": self.given(first, n), "on_calls": on_calls}
+        options = {**self._options, "given": self.given(first, n), "heavy": self.heavy, "on_calls": on_calls}
         return sample(self.family, schedule, n, first_row=first, **options)
 
     def check(self, schedule: Schedule, first: int, rows: int) -> bool:
@@ -223,7 +222,7 @@ class Trials:
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"seed": self.seed, "batch_size": self.batch, "heavy": self.heavy}
+        return {"seed": self.seed, "batch_size": self.batch}
 
     def _chunks(self, schedules: Mapping[str, Schedule], rows: Sequence[int]) -> Iterator[Chunk]:
         """Stretches of rows under schedules, cut evenly."""
