@@ -34,8 +34,7 @@ from relaylm.search.exhaustive import Exhaustive
 from relaylm.search.space import SLACK, Problem
 from relaylm.search.tree import Stopped
 from relaylm.search.trials import Trials
-from relaylm.search.tune import ROWS, Tune
-from relaylm.search.tuner import DRAWS
+from relaylm.search.tune import DRAWS, ROWS, Tune
 
 if TYPE_CHECKING:
     from relaylm.measure.store import Store
@@ -152,16 +151,10 @@ def search(
         goals = [] if max_loss is not None else limits(problem, budget, light_segments)
         way = Tune(problem, goals, _loss(max_loss), rows, confirm, text, quick)
     found = run(way)
-    about: dict[str, Any] = {"kind": "search", "method": method}
-    about |= {"family": {"name": family.name, "digest": family.digest}, "device": str(family.device)}
-    about |= {"light": light, "heavy": heavy, "models": list(names), "steps": total, "length": int(length)}
-    about |= {
-        "segments": segments,
-        "seed": seed,
-        "judge": scorer and scorer.name,
-        "recipe": recipe,
-        "batch_size": batch,
-    }
+    about: dict[str, Any] = {"kind": "search", "method": method, "device": str(family.device)}
+    about |= {"family": {"name": family.name, "digest": family.digest}, "models": list(names)}
+    about |= {"light": light, "heavy": heavy, "steps": total, "length": int(length), "segments": segments}
+    about |= {"seed": seed, "judge": scorer and scorer.name, "recipe": recipe, "batch_size": batch}
     about |= {"conditional": prompts is not None, "unit": unit, "all_heavy_price": problem.all_heavy}
     notes = [*problem.notes, *([*kept.damage, *kept.repaired] if kept is not None else [])]
     return {**about, **found, "calls": trials.spent.to_json(), "seconds": time.monotonic() - began, "notes": notes}
@@ -180,17 +173,14 @@ def _announce(
     """Say how long the search will take at most, before it begins: samples are counted as all-heavy ones."""
     family, hint = problem.family, "--quick takes far less, --rows, --length and --time-limit make it shorter"
     if quick:
-        return announce_calls(
-            family, "a quick search", 64 * DRAWS * len(problem.models), length, "--length makes it shorter"
-        )
+        calls, hint = 64 * DRAWS * len(problem.models), "--length makes it shorter"
+        return announce_calls(family, "a quick search", calls, length, hint)
     if method == "tune":
         samples = (rows or ROWS) + (confirm or 0)
     else:
         schedules = math.comb(problem.segments, problem.segments // 2) if method == "exhaustive" else 200
-        samples, hint = (
-            schedules * (n or 160) // 10 + (confirm or 1600),
-            "-n, --confirm and --time-limit make it shorter",
-        )
+        samples = schedules * (n or 160) // 10 + (confirm or 1600)
+        hint = "-n, --confirm and --time-limit make it shorter"
     announce(family, f"at most {samples:,} samples", samples * problem.all_heavy, length, batch, hint)
 
 
@@ -251,32 +241,31 @@ def _batch_size(family: Family, length: int) -> int:
 
 
 def _densities(values: Sequence[Fraction | float | str]) -> tuple[Fraction, ...]:
-    found = []
-    for value in values:
-        try:
-            density = Fraction(value[:-1]) / 100 if isinstance(value, str) and value.endswith("%") else Fraction(value)
-        except (ValueError, ZeroDivisionError):
-            density = Fraction(0)
+    found = tuple(_share(value) for value in values)
+    for value, density in zip(values, found, strict=True):
         if not 0 < density <= 1:
             raise UserError(f"{value!r} is not a density: write shares of a segment's steps, such as 1, 1/2, 25%")
-        found.append(density)
     if 1 not in found:
         raise UserError("densities are shares of a segment's steps, above 0 and up to 1, and 1 is one of them")
-    return tuple(found)
+    return found
 
 
 def _loss(max_loss: str | float | None) -> float | None:
     """The largest difference in log-perplexity; "2%" is log 1.02."""
     if max_loss is None:
         return None
-    try:
-        text = str(max_loss).strip()
-        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 < share < math.inf:
+    if not (share := _share(max_loss)) > 0:
         raise UserError(f"{max_loss!r} is not a loss: write the most perplexity may rise, such as 2% or 0.02")
     return math.log1p(share)
+
+
+def _share(value: Fraction | float | str) -> Fraction:
+    """25%, 1/4 or 0.25; 0 for what is no share."""
+    text = value.strip() if isinstance(value, str) else value
+    try:
+        return Fraction(text[:-1]) / 100 if isinstance(text, str) and text.endswith("%") else Fraction(text)
+    except (ValueError, OverflowError, ZeroDivisionError):
+        return Fraction(0)
 
 
 def budgets(budget: str | float | Sequence[float]) -> list[cost.Budget]:
