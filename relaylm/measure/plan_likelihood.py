@@ -42,14 +42,12 @@ import numpy as np
 import torch
 
 from relaylm.console import progress_bar
-from relaylm.core.cost import Cost
 from relaylm.core.noise import uniforms
 from relaylm.core.plan import Plan, make_events, make_plan, spaced_calls
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
-from relaylm.measure import metrics
 from relaylm.measure.likelihood import log_probabilities, masked_sums
-from relaylm.measure.schedule_likelihood import ScheduleBound
+from relaylm.measure.schedule_likelihood import ScheduleBound, bound_of
 from relaylm.sampling.blocks import inside
 from relaylm.sampling.confidence import as_plan, forced
 from relaylm.sampling.denoise import follow
@@ -104,7 +102,7 @@ def plan_bound(
         with progress_bar("bound", n * (length if rule.adaptive else len(times or ()) - 1), "step", progress) as bar:
             options["on_calls"] = lambda done, _: bar.update(done - bar.n)
             nats_N, run = forced(models, schedule, plan, rule, rows_NL, steps=steps, **options)
-        return _bound(nats_N, free_N, run.cost)
+        return bound_of(nats_N / (free_N * np.log(2)), nats_N, run.cost)
     laid, call_nL = plan, None
     if rule is not None:
         laid, steps, call_nL = as_plan(rule, plan, times)
@@ -137,7 +135,8 @@ def plan_bound(
                 log_p = log_p.gather(2, text_BL.gather(1, places)[..., None])[..., 0]
                 np.add.at(nats_N, row_E[part], -np.where(real_BK, log_p.cpu().numpy(), 0.0).sum(axis=1))
                 bar.update(len(part))
-    return _bound(nats_N, free_N, cost_of_calls(models, model_E, events.count_E, length, names[-1], followed, plan))
+    cost = cost_of_calls(models, model_E, events.count_E, length, names[-1], followed, plan)
+    return bound_of(nats_N / (free_N * np.log(2)), nats_N, cost)
 
 
 def _block_bound(
@@ -168,12 +167,7 @@ def _block_bound(
                 tokens = torch.from_numpy(here.astype(np.int64)).to(each["device"])
                 within = {name: one.after(tokens, True) for name, one in within.items()}
                 bar.update()
-    return _bound(nats_N, np.full(n, length), total_cost(costs))
-
-
-def _bound(nats_N: np.ndarray, free_N: np.ndarray, cost: Cost) -> ScheduleBound:
-    bits, low, high = (float(v) for v in metrics.mean_interval(nats_N / (free_N * np.log(2))))
-    return ScheduleBound(bits, low, high, len(nats_N), nats_N, cost)
+    return bound_of(nats_N / (length * np.log(2)), nats_N, total_cost(costs))
 
 
 def _due(start_B: np.ndarray, count_B: np.ndarray, positions_F: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

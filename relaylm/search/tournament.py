@@ -376,10 +376,10 @@ def heavy_scores(problem: Problem, candidates: Sequence[Candidate], log_Sn: np.n
 def summary(problem: Problem, name: str, schedule: Schedule, log_n: np.ndarray) -> dict[str, Any]:
     """A schedule's price and mean perplexity, with intervals."""
     log_n = log_n[np.isfinite(log_n)]
-    ppl, low, high = (float(v) for v in metrics.skewed_mean_interval(np.exp(log_n)))
-    log = metrics.mean_estimate(log_n)
-    means = {"ppl": ppl, "ppl_ci": [metrics.finite(low), metrics.finite(high)]}
-    return {"name": name, **problem.about(schedule), **means, "log_ppl": log.value, "log_ppl_ci": log.ci}
+    means = metrics.mean_estimate(np.exp(log_n), skewed=True).named("ppl") | metrics.mean_estimate(log_n).named(
+        "log_ppl"
+    )
+    return {"name": name, **problem.about(schedule), **means}
 
 
 def ranked_rows(problem: Problem, candidates: Sequence[Candidate], log_Sn: np.ndarray) -> list[dict[str, Any]]:
