@@ -48,14 +48,13 @@ from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure.likelihood import log_probabilities, masked_sums
 from relaylm.measure.schedule_likelihood import ScheduleBound, bound_of
-from relaylm.sampling.blocks import inside
+from relaylm.sampling.blocks import inside, window_seed
 from relaylm.sampling.confidence import as_plan, forced
 from relaylm.sampling.denoise import follow
 from relaylm.sampling.engine import at_rows
 from relaylm.sampling.policy import resolve, static_models
 from relaylm.sampling.result import cost_of_calls, total_cost
 from relaylm.sampling.rules import Rule
-from relaylm.sampling.windows import window_seed
 
 _CELLS = 1 << 25  # logits that are in memory at once, at most
 
