@@ -234,7 +234,8 @@ def load_judge(spec: Any, family: Family) -> Judge:
     if isinstance(spec, str):
         kind, _, name = spec.partition(":")
         if kind == "hf" and name:
-            return _from_transformers(spec, family.device, name)
+            tokenizer, model = _pretrained(spec, name, {}, {"use_safetensors": True})
+            return _text_judge(spec, model, tokenizer, family.device, weights_digest(model))
         if kind == "gguf" and name:
             return _from_gguf(spec, family.device, expand(name))
         raise UserError(f"there is no judge {spec!r}: write own, hf:NAME or gguf:PATH")
@@ -321,11 +322,6 @@ def weights_digest(module: torch.nn.Module) -> str:
         total.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())
         total.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
-
-
-def _from_transformers(spec: str, device: torch.device, name: str) -> Judge:
-    tokenizer, model = _pretrained(spec, name, {}, {"use_safetensors": True})
-    return _text_judge(spec, model, tokenizer, device, weights_digest(model))
 
 
 def _from_gguf(spec: str, device: torch.device, path: Path) -> Judge:

@@ -123,7 +123,9 @@ def plan_bound(
                 most = int(events.count_E[own[min(len(own), batch_size) - 1]])
                 part = own[: max(1, min(batch_size, _CELLS // (most * size)))]
                 own = own[len(part) :]
-                due_BK, real_BK = _due(events.start_E[part], events.count_E[part], events.positions_F)
+                place_1K = np.arange(int(events.count_E[part].max()))[None, :]
+                real_BK = place_1K < events.count_E[part, None]  # the other places hold the first position again
+                due_BK = events.positions_F[events.start_E[part, None] + np.where(real_BK, place_1K, 0)]
                 row_B = torch.from_numpy(row_E[part]).to(device)
                 before_B = torch.from_numpy(events.start_E[part] - first_N[row_E[part]]).to(device)
                 text_BL = rows[row_B]
@@ -167,13 +169,6 @@ def _block_bound(
                 within = {name: one.after(tokens, True) for name, one in within.items()}
                 bar.update()
     return bound_of(nats_N / (length * np.log(2)), nats_N, total_cost(costs))
-
-
-def _due(start_B: np.ndarray, count_B: np.ndarray, positions_F: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Due positions of events (B, K), padded with the first of each, and which of them are real."""
-    place_1K = np.arange(int(count_B.max()))[None, :]
-    real_BK = place_1K < count_B[:, None]
-    return positions_F[start_B[:, None] + np.where(real_BK, place_1K, 0)], real_BK
 
 
 # ------------------------------------------------------------------------------------------------ continuations

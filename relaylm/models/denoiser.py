@@ -292,14 +292,12 @@ class Transformer(nn.Module):
         """The first block's queries, keys and values (V, 3D) of every token id, before rotation; values without their
         bias."""
         block = cast(Block, self.blocks[0])
-        sources = (self.vocab_embed.embedding, block.norm1.weight, block.attn_qkv.weight, block.attn_qkv.bias)
-        return self._derived(
-            "first_qkv",
-            sources,
-            lambda: project(
-                block.norm1(sources[0]), block.attn_qkv.weight, None if sources[3] is None else _but_values(sources[3])
-            ),
-        )
+        embedding, weight, bias = self.vocab_embed.embedding, block.attn_qkv.weight, block.attn_qkv.bias
+
+        def make() -> Tensor:
+            return project(block.norm1(embedding), weight, None if bias is None else _but_values(bias))
+
+        return self._derived("first_qkv", (embedding, block.norm1.weight, weight, bias), make)
 
     def grouped_qkv(self, i: int) -> tuple[Tensor, Tensor | None]:
         """Block i's qkv matrix and bias, but that of the values, in the order that `gemm.rotated` needs."""

@@ -184,7 +184,10 @@ class Trials:
         given_nL = self.given(first, n)
         plan = make_plan(n, given_nL.shape[1], self.seed, given_nL, first)
         events = make_events(plan, times) if spacing is None else spaced_events(plan, spacing)
-        return _by_stage(events.t_E, times)
+        stage_E = (
+            np.searchsorted(-np.asarray(times), -events.t_E, side="right") - 1
+        )  # from a time, included, to the next
+        return np.bincount(stage_E, minlength=len(times) - 1)
 
     def expected_calls(self, schedules: Sequence[Schedule]) -> float:
         """Mean row-calls of one row under all of the schedules together, with shared beginnings. Rows that merge after
@@ -377,11 +380,6 @@ def _stages(schedule: Schedule) -> tuple[tuple[str, ...], tuple[float, ...]]:
         table = schedule.timetable()
         return table.models, table.times
     return tuple(segment.model for segment in schedule.segments), (1.0, *schedule.ends)
-
-
-def _by_stage(t_E: np.ndarray, times: Sequence[float]) -> np.ndarray:
-    """How many of these times lie from each time of a grid, included, down to the next."""
-    return np.bincount(np.searchsorted(-np.asarray(times), -t_E, side="right") - 1, minlength=len(times) - 1)
 
 
 def _check_record(record: Mapping[str, Any]) -> None:
