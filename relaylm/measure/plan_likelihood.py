@@ -100,7 +100,7 @@ def plan_bound(
         options = {"mask_id": mask_id, "device": device, "batch_size": min(batch_size, n)}
         with progress_bar("bound", n * (length if rule.adaptive else len(times or ()) - 1), "step", progress) as bar:
             options["on_calls"] = lambda done, _: bar.update(done - bar.n)
-            nats_N, run = forced(models, schedule, plan, rule, rows_NL, steps=steps, **options)
+            nats_N, run = forced(models, followed, plan, rule, times, rows_NL, **options)
         return bound_of(nats_N / (free_N * np.log(2)), nats_N, run.cost)
     laid, call_nL = plan, None
     if rule is not None:
