@@ -228,9 +228,7 @@ def load_judge(spec: Any, family: Family) -> Judge:
     if isinstance(spec, Judge):
         return spec
     if spec is None or spec == "own":
-        network = _own_network(family)
-        eos = family.tokenizer.eos_id if family.tokenizer is not None else None
-        return from_logits(network, "own", device=family.device, eos_id=eos, key=_own_key(family))
+        return _own_judge(family)
     if isinstance(spec, str):
         kind, _, name = spec.partition(":")
         if kind == "hf" and name:
@@ -297,22 +295,21 @@ def _cross_entropy(logits_XV: Tensor, target_X: Tensor) -> Tensor:
     return (flat.cpu() if flat.device.type == "mps" else flat).view(target_X.shape).double()
 
 
-def _own_network(family: Family) -> Transformer:
-    """The family's judge in float32, whatever its denoisers compute in."""
-    stored = family.stored
-    entry = stored.manifest["judge"] if stored is not None else None
+def _own_judge(family: Family) -> Judge:
+    """The family's own, in float32 whatever its denoisers compute in."""
+    stored, key = family.stored, None
+    entry = None if stored is None else stored.manifest["judge"]
+    if stored is not None and entry is not None:
+        files = sorted(entry["files"].items())
+        key = "own:" + hashlib.sha256(repr([digest for _, digest in files]).encode()).hexdigest()
     if stored is not None and entry is not None and stored.dtype not in (torch.float32, torch.float64):
-        return load_network(stored.folder, "judge", entry, family.device, torch.float32)
-    if family.judge is None:
+        network: Transformer | None = load_network(stored.folder, "judge", entry, family.device, torch.float32)
+    else:
+        network = family.judge
+    if network is None:
         raise UserError("this family has no judge of its own: choose one, as hf:gpt2-large or gguf:PATH")
-    return family.judge
-
-
-def _own_key(family: Family) -> str | None:
-    if family.stored is None or family.stored.manifest["judge"] is None:
-        return None
-    files = sorted(family.stored.manifest["judge"]["files"].items())
-    return "own:" + hashlib.sha256(repr([digest for _, digest in files]).encode()).hexdigest()
+    eos = family.tokenizer.eos_id if family.tokenizer is not None else None
+    return from_logits(network, "own", device=family.device, eos_id=eos, key=key)
 
 
 def weights_digest(module: torch.nn.Module) -> str:

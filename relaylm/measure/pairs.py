@@ -91,18 +91,11 @@ def measure_pairs(
                 bar.update(rows.stop - rows.start)
     count, mean = sums[..., 0], sums[..., 1] / np.maximum(sums[..., 0], 1)
     variance = np.maximum(sums[..., 2] - count * mean**2, 0) / np.maximum(count - 1, 1)
-    filled = _filled(mean, count > 0)
-    return PairTable(np.asarray(shares), edges, filled, np.sqrt(variance / np.maximum(count, 1)), n, name, source)
-
-
-def _filled(mean_SD: np.ndarray, there_SD: np.ndarray) -> np.ndarray:
-    """Means with bins that no row hit taken from the nearest distance that was."""
-    out = mean_SD.copy()
-    columns = np.arange(mean_SD.shape[1])
-    for row, there in zip(out, there_SD, strict=True):
+    columns = np.arange(len(edges))
+    for row, there in zip(mean, count > 0, strict=True):  # bins that no row hit are as the nearest distances that were
         if there.any():
             row[:] = np.interp(columns, columns[there], row[there])
-    return out
+    return PairTable(np.asarray(shares), edges, mean, np.sqrt(variance / np.maximum(count, 1)), n, name, source)
 
 
 def keep_pairs(folder: Path, table: PairTable) -> Spacing:

@@ -79,8 +79,12 @@ def check_models(
         raise UserError(f"models that take turns must share the length of their blocks of positions: {found}")
     if any(length % block for block in blocks.values() if block):
         raise UserError(f"the length of a family must be whole blocks of {max(blocks.values())}, not {length}")
-    if tokenizer is not None:
-        _check_tokenizer(tokenizer, vocab_size, mask_id)
+    if tokenizer is not None and tokenizer.size > vocab_size:
+        raise UserError(f"the tokenizer has {tokenizer.size} tokens, but the models' vocabulary is {vocab_size}")
+    if tokenizer is not None and mask_id < tokenizer.size and mask_id != tokenizer.mask_id:
+        # Text and free positions would look the same.
+        own = "none" if tokenizer.mask_id is None else tokenizer.mask_id
+        raise UserError(f"the models' mask {mask_id} is an ordinary token of the tokenizer (its own mask token: {own})")
 
     def weight(model: Denoiser) -> tuple[float, float]:
         return model.flops(length, 1) if hasattr(model, "flops") else 0.0, getattr(model, "depth", 0)
@@ -122,15 +126,6 @@ def check_lengths(trained: Mapping[str, int], length: int) -> None:
     for name, longest in trained.items():
         if longest < length:
             raise UserError(f"{name} was trained for length {longest}, but the family's length is {length}")
-
-
-def _check_tokenizer(tokenizer: Tokenizer, vocab_size: int, mask_id: int) -> None:
-    """The mask must not be one of the tokenizer's symbols: text and free positions would look the same."""
-    if tokenizer.size > vocab_size:
-        raise UserError(f"the tokenizer has {tokenizer.size} tokens, but the models' vocabulary is {vocab_size}")
-    if mask_id < tokenizer.size and mask_id != tokenizer.mask_id:
-        own = "none" if tokenizer.mask_id is None else tokenizer.mask_id
-        raise UserError(f"the models' mask {mask_id} is an ordinary token of the tokenizer (its own mask token: {own})")
 
 
 # --------------------------------------------------------------------------------------------------------- reading

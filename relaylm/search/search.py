@@ -124,7 +124,10 @@ def search(
     if not free_n.all():
         raise UserError("nothing is left to write: a prompt takes all positions")
     total = _steps(length if steps is None else steps, segments)
-    batch = batch_size or _batch_size(family, length)
+    # Independent of n, so that bits stay the same. A quarter of the usual batch is nearly as fast, and is filled by the
+    # few rows of a round.
+    few = max(1, (16_384 if family.device.type == "cuda" else 1024) // length)
+    batch = batch_size or min(family.batch_size(1 << 20, length), few)
     scorer = None if quick else load_judge(judge, family)
     kept = None if quick else open_store(store)  # the bounds take no longer than reading them would
     deadline = None if time_limit is None else began + time_limit
@@ -231,13 +234,6 @@ def _steps(steps: float, segments: int) -> int:
     if segments > steps:
         raise UserError(f"{int(steps)} steps cannot be cut into {segments} segments: take 1 to {int(steps)}")
     return int(steps)
-
-
-def _batch_size(family: Family, length: int) -> int:
-    """Independent of n, so that bits stay the same. A quarter of the usual batch is nearly as fast, and is filled by
-    the few rows of a round."""
-    whole = family.batch_size(1 << 20, length)
-    return min(whole, max(1, (16_384 if family.device.type == "cuda" else 1024) // length))
 
 
 def _densities(values: Sequence[Fraction | float | str]) -> tuple[Fraction, ...]:
