@@ -33,7 +33,7 @@ from relaylm.convert.weights import open_weights
 from relaylm.errors import UserError
 from relaylm.models.denoiser import check_tensors
 from relaylm.models.family import pick_dtype
-from relaylm.models.layers import attend, take
+from relaylm.models.layers import TrunkAndHead, attend, take
 
 LENGTH = 2048
 
@@ -145,7 +145,7 @@ class _Block(nn.Module):
         return x + F.linear(F.silu(F.linear(h, self.gate)) * F.linear(h, self.up), self.down)
 
 
-class Smdm(nn.Module):
+class Smdm(TrunkAndHead, nn.Module):
     """The network, around given tensors. Residual stream, norms and head stay in float32 (float64 in tests)."""
 
     time_conditioning = False
@@ -179,14 +179,6 @@ class Smdm(nn.Module):
         block = 2 * length * (4 * s.width**2 + 3 * s.width * s.hidden) + 4 * length**2 * s.width
         last = 4 * length * s.width**2 + 2 * k * (2 * s.width**2 + 3 * s.width * s.hidden) + 4 * k * length * s.width
         return float((s.depth - 1) * block + last + 2 * k * s.width * s.mask_id)
-
-    def logits(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
-        """Logits (B, L, V) at every position."""
-        return self.head(self.hidden_at(tokens_BL, t_B, None))
-
-    def logits_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> Tensor:
-        """Logits (B, K, V) at K positions of each row."""
-        return self.head(self.hidden_at(tokens_BL, t_B, positions_BK))
 
     def hidden_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor | None) -> Tensor:
         """The residual stream (B, K, D) at the positions, or everywhere."""

@@ -97,10 +97,9 @@ def plan_bound(
     if rule is not None and not rule.bounded:
         raise UserError(f"{rule.name} looks at the tokens it draws or masks some again: it has no likelihood bound")
     if rule is not None and not rule.planned:
-        options = {"mask_id": mask_id, "device": device, "batch_size": min(batch_size, n)}
-        with progress_bar("bound", n * (length if rule.adaptive else len(times or ()) - 1), "step", progress) as bar:
-            options["on_calls"] = lambda done, _: bar.update(done - bar.n)
-            nats_N, run = forced(models, followed, plan, rule, times, rows_NL, **options)
+        where = {"mask_id": mask_id, "device": device, "batch_size": min(batch_size, n)}
+        with progress_bar("bound", None, "step", progress) as bar:
+            nats_N, run = forced(models, followed, plan, rule, times, rows_NL, on_calls=bar.report, **where)
         return bound_of(nats_N / (free_N * np.log(2)), nats_N, run.cost)
     laid, call_nL = plan, None
     if rule is not None:

@@ -41,6 +41,7 @@ from relaylm.models.layers import (
     OutputLayer,
     Past,
     SigmaMap,
+    TrunkAndHead,
     block_mask,
     modulate,
     project,
@@ -130,7 +131,7 @@ class Architecture:
         return {key: value for key, value in asdict(self).items() if key not in LATER or value}
 
 
-class Transformer(nn.Module):
+class Transformer(TrunkAndHead, nn.Module):
     """MDLM's denoiser, any depth, width, vocabulary. Parameter names are those of the public checkpoints."""
 
     def __init__(self, architecture: Architecture, dropout: float = 0.0) -> None:
@@ -190,14 +191,6 @@ class Transformer(nn.Module):
             for linear in (block.attn_qkv, block.attn_out, block.mlp[0], block.mlp[2]):
                 linear.to(dtype)
         return self
-
-    def logits(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
-        """Logits (B, L, V) at every position."""
-        return self.head(self.hidden_at(tokens_BL, t_B, None), t_B)
-
-    def logits_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> Tensor:
-        """Logits (B, K, V) at K positions of each row."""
-        return self.head(self.hidden_at(tokens_BL, t_B, positions_BK), t_B)
 
     def hidden_at(
         self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor | None, past: Past | None = None

@@ -39,19 +39,19 @@ from torch import Tensor
 from relaylm.core.cost import Cost
 from relaylm.errors import UserError
 from relaylm.models.family import Family
-from relaylm.models.layers import Past
+from relaylm.models.layers import Past, TrunkAndHead
 from relaylm.sampling.result import Samples, Trace, joined_rows, total_cost
 
 CPU_CACHE = 1 << 30  # bytes of keys and values, at most
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: what separates the seeds of windows
 
 
-class Cached:
+class Cached(TrunkAndHead):
     """A network inside one block, as a denoiser of that block: what is finished is there as keys and values."""
 
     def __init__(self, network: Any, past: Past | None = None, before: int = 0) -> None:
         self.network, self.past, self.before = network, past, before
-        self.head: Callable[..., Tensor] = network.head
+        self.head = network.head
         self.vocab_size, self.depth = network.vocab_size, network.depth
 
     def of_rows(self, rows_B: Tensor) -> Cached:
@@ -66,14 +66,6 @@ class Cached:
         """The trunk's output (B, K, D) at positions of the block."""
         x_BKD: Tensor = self.network.hidden_at(tokens_Bb, t_B, positions_BK, self.past)
         return x_BKD
-
-    def logits(self, tokens_Bb: Tensor, t_B: Tensor) -> Tensor:
-        """Logits (B, b, V) at every position of the block."""
-        return self.head(self.hidden_at(tokens_Bb, t_B, None), t_B)
-
-    def logits_at(self, tokens_Bb: Tensor, t_B: Tensor, positions_BK: Tensor) -> Tensor:
-        """Logits (B, K, V) at positions of the block."""
-        return self.head(self.hidden_at(tokens_Bb, t_B, positions_BK), t_B)
 
     def after(self, tokens_nX: Tensor, writes: bool) -> Cached:
         """The same network in the block after these tokens. One that does not write only counts them."""

@@ -160,7 +160,7 @@ class Trials:
 
         def alone() -> dict[str, Any]:
             with self._bar("checking", rows * self.expected_calls([schedule])) as bar:
-                samples = self.sample(schedule, first, rows, lambda done, _: bar.update(done - bar.n))
+                samples = self.sample(schedule, first, rows, bar.report)
             return {"kind": "alone", "schedule": str(schedule), "tokens": array_hash(samples.tokens.astype("<i4"))}
 
         record = cached(self.store, ["alone", self.base, law, first, rows], alone, self.fresh)
