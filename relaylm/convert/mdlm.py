@@ -254,9 +254,6 @@ def _dig(data: Any, *path: str) -> Any:
         data = data.get(key)
 
 
-# ------------------------------------------------------------------------------------------------ the way back
-
-
 def export(
     family: Family | str | Path,
     folder: str | Path,

@@ -157,9 +157,6 @@ def fetch(name: str, revision: str | None = None) -> Path:
     return folder / place
 
 
-# ----------------------------------------------------------------------------------------------------------- looking
-
-
 @dataclass(frozen=True)
 class Checkpoints:
     """What a source stands for: models that belong together, their tokenizer, and where they came from."""
@@ -235,9 +232,6 @@ def _safe_name(name: str) -> str:
     """A file's name as a model's: what schedules cannot hold becomes a dash."""
     safe = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-._") or "model"
     return f"model-{safe}" if safe in RESERVED else safe
-
-
-# -------------------------------------------------------------------------------------------------------- tokenizers
 
 
 def _hint(form: str, vocab_size: int) -> str:

@@ -307,9 +307,6 @@ def verdict(result: Mapping[str, Any]) -> str:
     return f"Every equal-compute rival loses ({len(contests)} of them)."
 
 
-# ------------------------------------------------------------------------------------------------ the table
-
-
 # The columns that a narrow terminal leaves out, the first of them first. Perplexity is never shown without entropy.
 SPARE = (
     *("s", "calls/row", "corpus", "distinct-4", "J/row", "blocks saved", "rank", "ms/row", "ms saved", "words"),

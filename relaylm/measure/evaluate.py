@@ -102,9 +102,6 @@ def conditions(family: Family, batch: int | None) -> dict[str, Any]:
     return {"device": name, "dtype": family.precision, "batch": batch, "torch": str(torch.__version__)}
 
 
-# ------------------------------------------------------------------------------------------------ sampling
-
-
 @dataclass(frozen=True)
 class SampleSpec:
     """How rows are sampled. `schedule` has models' names in it; `steps` is None where the rule finds its own."""
@@ -118,9 +115,6 @@ class SampleSpec:
 def sample_rows(family: Family, schedule: Any, first_row: int, rows: int, options: Mapping[str, Any]) -> Samples:
     """A range of rows under one schedule, as `sample` gives them: the task that workers are handed."""
     return sample(family, schedule, rows, first_row=first_row, **options)
-
-
-# ------------------------------------------------------------------------------------------------ judging
 
 
 def given_rows(

@@ -125,9 +125,6 @@ def resampling_weights(n: int, resamples: int = RESAMPLES) -> np.ndarray:
     return counts / n
 
 
-# ------------------------------------------------------------------------------------------------ perplexity
-
-
 def perplexity(nll_n: np.ndarray, count_n: np.ndarray) -> dict[str, Any]:
     """Both perplexities of the rows that have scored tokens, with intervals; `unscored` counts the rows that have none
     (a text of a single token)."""

@@ -73,9 +73,6 @@ def expected_price(
     return mean_price(known, schedule, steps, free_n)
 
 
-# ------------------------------------------------------------------------------------------------ the table
-
-
 def cost_table(
     family: Family,
     schedules: Sequence[str | Schedule] = (),

@@ -353,9 +353,6 @@ def load_family(
     )
 
 
-# ------------------------------------------------------------------------------------------------ stored families
-
-
 def describe(source: str | Path) -> dict[str, Any]:
     """What `relaylm info` shows of a stored family. Reads family.json and the sizes of the files, not the weights.
 

@@ -187,9 +187,6 @@ def _announce(
     announce(family, f"at most {samples:,} samples", samples * problem.all_heavy, length, batch, hint)
 
 
-# ------------------------------------------------------------------------------------------------ the question
-
-
 def _check_question(
     method: str, budget: Any, max_loss: Any, light_segments: int | None, segments: int, quick: bool
 ) -> None:

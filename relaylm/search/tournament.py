@@ -348,9 +348,6 @@ def _cheapest(
     return [chosen], {"basis": "all candidates on the same fresh rows", "verdict": line}
 
 
-# ------------------------------------------------------------------------------------------------ pieces of results
-
-
 def about(problem: Problem, candidate: Candidate) -> dict[str, Any]:
     """What a candidate is."""
     return {"what": candidate.what, "kind": candidate.kind, **problem.about(candidate.schedule)}

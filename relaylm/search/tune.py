@@ -360,9 +360,6 @@ def _race(tuner: Tuner, limit: float) -> list[Candidate]:
     return tournament.finalists(problem, runners, ranked, ran)
 
 
-# ------------------------------------------------------------------------------------------------ the method
-
-
 @dataclass
 class Tune:
     """The stages in order. `goals` are limits on a row's price: one for a recommendation, several for a front, none
