@@ -90,9 +90,9 @@ def contenders(
     return entries
 
 
-def one_model(model: str) -> Schedule:
-    """One model at every step."""
-    return Schedule((Segment(model, Fraction(1)),))
+def one_model(model: str, spacing: Spacing | None = None) -> Schedule:
+    """One model at every step, or on spaced plans."""
+    return Schedule((Segment(model, Fraction(1)),), spacing=spacing)
 
 
 def _rivals(family: Family, entry: Entry, free_n: np.ndarray, length: int, heavy: str) -> list[Entry]:
@@ -147,12 +147,9 @@ def spaced_within(
     most = most or Spacing(max(1, length - 1))
 
     def at(distance: int) -> Schedule:
-        return replace(one_model(name), spacing=replace(most, distance=distance))
+        return one_model(name, replace(most, distance=distance))
 
-    def flops(distance: int) -> float:
-        return expected_flops(models, at(distance), None, free_n, length)
-
-    largest = steps_within(flops, budget, most=most.distance)
+    largest = steps_within(lambda d: expected_flops(models, at(d), None, free_n, length), budget, most=most.distance)
     return None if largest is None else at(largest)
 
 

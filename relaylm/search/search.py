@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -292,7 +291,7 @@ def limits(problem: Problem, budget: str | float | Sequence[float] | None, light
     asked = budgets("25%" if budget is None else budget)
     floor = math.fsum(problem.space().price_SO.min(axis=1))
     if problem.spaced:  # all positions at once
-        floor = min(floor, problem.price(replace(one_model(problem.models[0]), spacing=Spacing(1))))
+        floor = min(floor, problem.price(one_model(problem.models[0], Spacing(1))))
     found = [b.limit(all_heavy) for b in asked]
     within = [limit for limit in found if limit * (1 + SLACK) >= floor]
     most = f"at most {1 - floor / all_heavy:.1%} can be saved"

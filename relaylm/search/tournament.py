@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -117,11 +117,9 @@ def by_hand(problem: Problem, limit: float) -> list[Candidate]:
 
 def spaced_alone(problem: Problem, model: str, limit: float) -> Schedule | None:
     """One model with the largest spacing below the length that is within a limit; None if no spacing is."""
-
-    def at(distance: int) -> Schedule:
-        return replace(one_model(model), spacing=Spacing(distance))
-
-    return _largest(problem, at, limit, 1, max(1, problem.length - 1)) if problem.spaced else None
+    if not problem.spaced:
+        return None
+    return _largest(problem, lambda d: one_model(model, Spacing(d)), limit, 1, max(1, problem.length - 1))
 
 
 def rivals_within(problem: Problem, limit: float) -> list[Candidate]:
