@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -48,10 +48,8 @@ from relaylm.measure.rivals import Entry, base_steps, contenders, expected_flops
 from relaylm.measure.schedule_likelihood import measure_table, schedule_bound
 from relaylm.measure.store import Store
 from relaylm.measure.timing import energy_counter
+from relaylm.models.family import Family
 from relaylm.sampling.result import reference_flops
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
 
 
 @checked

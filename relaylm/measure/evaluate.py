@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,13 +32,11 @@ from relaylm.measure import metrics
 from relaylm.measure.drawn import Drawn, pack, row_costs, steps_json, total_costs, unpack
 from relaylm.measure.judge import Judge, Scores, score, weights_digest
 from relaylm.measure.store import Store, content_key
+from relaylm.models.family import Family
 from relaylm.sampling.policy import check_whole
 from relaylm.sampling.result import Samples
 from relaylm.sampling.rules import Rule
 from relaylm.sampling.sample import lay_out, sample
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
 
 LEAST_PIECE = 64  # rows in a record, at least
 SCORES = ("nll", "count", "written_nll", "written_count", "cut")  # a record's fields, in the order of `Scores`

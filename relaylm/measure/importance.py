@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -39,10 +39,8 @@ from relaylm.core.schedule import Timetable
 from relaylm.errors import UserError
 from relaylm.measure import metrics
 from relaylm.measure.likelihood import MaskedSums, masked_sums, spread_rows
+from relaylm.models.family import Family
 from relaylm.sampling.sample import sample
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
 
 STATES = ("data", "trajectory")
 TWIN = "twin of "

@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,11 +38,9 @@ from torch import Tensor
 from relaylm.errors import UserError, reason
 from relaylm.files import expand, file_sha256
 from relaylm.models.denoiser import Transformer
+from relaylm.models.family import Family
 from relaylm.models.folder import load_network
 from relaylm.sampling.engine import settings
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
 
 RECIPES = ("plain", "mdlm")
 Encoder = Callable[[str], tuple[list[int], list[int]]]  # a text's ids, and where in the text each token ends

@@ -34,7 +34,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,13 +44,10 @@ from torch import Tensor
 from relaylm.core.noise import uniforms
 from relaylm.core.schedule import Timetable
 from relaylm.errors import UserError, checked
+from relaylm.models.family import Family
 from relaylm.models.text import read_text, wrap_marks, wrapped_rows
 from relaylm.sampling.engine import settings
 from relaylm.sampling.policy import check_whole
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
-
 
 # ------------------------------------------------------------------------------------------------ rows of text
 

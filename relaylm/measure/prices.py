@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +15,7 @@ from relaylm.core.schedule import Schedule, Timetable
 from relaylm.errors import UserError
 from relaylm.measure import timing
 from relaylm.measure.estimate import say
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
-
+from relaylm.models.family import Family
 
 # By denoisers themselves: the attribute, and what it says.
 SAID = {"flops": ("flops", "FLOPs a call takes"), "blocks": ("depth", "blocks it has")}

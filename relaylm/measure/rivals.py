@@ -16,16 +16,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from relaylm.core.cost import mean_price
 from relaylm.core.schedule import Schedule, Segment, Spacing
 from relaylm.measure.prices import flops_price
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
+from relaylm.models.family import Family
 
 RANDOM_SEED = 1  # of the rival with randomly placed light steps
 SLACK = 1e-9  # relative; expected operations are exact but for rounding

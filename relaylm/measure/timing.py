@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,13 +38,11 @@ from relaylm.core.cost import Cost, Price
 from relaylm.core.plan import Plan, make_events, make_plan
 from relaylm.errors import UserError
 from relaylm.files import read_json, write_json
+from relaylm.models.family import Family
 from relaylm.sampling.engine import Call, Engine, Shape, settings
 from relaylm.sampling.law import Law
 from relaylm.sampling.queue import Queue, call_shapes
 from relaylm.sampling.result import Samples
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
 
 REPEATS = 7  # of which the median counts
 LEAST_SECONDS = 0.02  # of one repeat on CUDA, where starting and waiting cost too

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,16 +28,14 @@ from relaylm.measure.estimate import announce, announce_calls
 from relaylm.measure.evaluate import Workers, given_rows, open_store
 from relaylm.measure.judge import load_judge
 from relaylm.measure.rivals import one_model
+from relaylm.measure.store import Store
+from relaylm.models.family import Family
 from relaylm.search.evolve import Evolve
 from relaylm.search.exhaustive import Exhaustive
 from relaylm.search.space import SLACK, Problem
 from relaylm.search.tree import Stopped
 from relaylm.search.trials import Trials
 from relaylm.search.tune import DRAWS, ROWS, Tune
-
-if TYPE_CHECKING:
-    from relaylm.measure.store import Store
-    from relaylm.models.family import Family
 
 METHODS = ("tune", "exhaustive", "evolve")
 DENSITIES = (Fraction(1), Fraction(1, 2), Fraction(1, 4))

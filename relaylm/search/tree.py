@@ -31,7 +31,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ import torch
 from relaylm.core.plan import Events, Plan, make_events, make_plan, spaced_events
 from relaylm.core.schedule import Schedule, Spacing, Timetable
 from relaylm.measure.store import content_key
+from relaylm.models.family import Family
 from relaylm.sampling.denoise import next_call
 from relaylm.sampling.engine import Call, Engine, settings
 from relaylm.sampling.law import Law
@@ -46,9 +47,6 @@ from relaylm.sampling.policy import check_request
 from relaylm.sampling.queue import Queue
 from relaylm.sampling.result import flops_of_calls
 from relaylm.sampling.sample import checked_given
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
 
 Engines = dict[tuple[int, int, int], Engine]  # by rows, length and seed
 PIECE = 64  # batches' worth of rows that are run and kept together

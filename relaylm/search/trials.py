@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,14 +39,11 @@ from relaylm.errors import UserError
 from relaylm.measure.evaluate import Workers, array_hash, cached, check_storable, conditions, judge_rows, model_key
 from relaylm.measure.judge import Judge, log_perplexity
 from relaylm.measure.store import Store, content_key
-from relaylm.sampling.engine import out_of_memory
+from relaylm.models.family import Family
+from relaylm.sampling.engine import Engine, out_of_memory
 from relaylm.sampling.result import Samples
 from relaylm.sampling.sample import sample
 from relaylm.search.tree import Grown, Stopped, grow, grow_rows
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
-    from relaylm.sampling.engine import Engine
 
 LEAST_CHUNK = 16  # rows
 FULL_BATCHES = 16  # of rows under all schedules in a chunk: enough to fill batches, few enough to share among workers
