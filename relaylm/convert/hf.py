@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from relaylm.convert.adapter import Adapter, Shape
-from relaylm.convert.tensors import Found, Options, Shapes, number
-from relaylm.convert.weights import open_safetensors, weight_files
+from relaylm.convert.tensors import Found, Options, Shapes, number, open_safetensors, weight_files
 from relaylm.errors import UserError, reason
 from relaylm.files import read_object
 from relaylm.models.denoiser import check_tensors

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from relaylm.convert import pickles
-from relaylm.convert.tensors import Found, Lazy, Options, blocks_of, count, number, shape_of
-from relaylm.convert.weights import open_weights
+from relaylm.convert.pickles import Lazy
+from relaylm.convert.tensors import Found, Options, blocks_of, count, number, open_weights, shape_of
 from relaylm.errors import UserError
 from relaylm.files import expand, read_object, write_folder, write_json
 from relaylm.models.denoiser import Architecture, Transformer, build, check_tensors, expected_shapes

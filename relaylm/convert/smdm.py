@@ -28,11 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relaylm.convert.tensors import Found, Options, Shapes, blocks_of, count, shape_of
-from relaylm.convert.weights import open_weights
+from relaylm.convert.tensors import Found, Options, Shapes, blocks_of, count, open_weights, shape_of
 from relaylm.errors import UserError
 from relaylm.models.denoiser import check_tensors
 from relaylm.models.family import pick_dtype
+from relaylm.models.folder import place
 from relaylm.models.layers import TrunkAndHead, attend, take
 
 LENGTH = 2048
@@ -90,8 +90,7 @@ def open_file(path: Path, name: str, options: Options) -> Found:
     def make(device: torch.device, dtype: torch.dtype | None, fold: bool) -> Smdm:
         chosen = pick_dtype(dtype, device)
         wide = torch.float64 if chosen == torch.float64 else torch.float32
-        model = Smdm(size, {key: tensors[key].read().to(wide) for key in layout(size)})
-        return model.to(device) if chosen == wide else model.to(device).cast(chosen)
+        return place(Smdm(size, {key: tensors[key].read().to(wide) for key in layout(size)}), device, chosen)
 
     return Found(
         format="smdm",

@@ -18,8 +18,7 @@ from typing import Any
 import tokenizers
 
 from relaylm.convert import formats, hf, mdlm, pickles, sedd, smdm
-from relaylm.convert.tensors import Found, Options
-from relaylm.convert.weights import open_safetensors
+from relaylm.convert.tensors import Found, Options, open_safetensors
 from relaylm.errors import UserError
 from relaylm.files import backup, expand, read_object
 from relaylm.models.folder import MANIFEST, RESERVED, check_together

@@ -219,7 +219,7 @@ def load_network(
     return place(network, device, dtype)
 
 
-def place(network: Transformer, device: torch.device, dtype: torch.dtype | None) -> Transformer:
+def place(network: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     """The network on a device; half precision goes to the blocks' matrices alone (`Transformer.cast`)."""
     if dtype in (torch.float32, torch.float64):
         return network.to(device, dtype)
