@@ -31,7 +31,7 @@ from relaylm.errors import UserError, reason
 from relaylm.measure.evaluate import sample_rows
 from relaylm.sampling.result import Samples, joined_rows
 from relaylm.sampling.sample import checked_given, lay_out, pick_batch_size
-from relaylm.search.stretches import Stopped
+from relaylm.search.tree import Stopped
 
 if TYPE_CHECKING:
     from relaylm.models.family import Family

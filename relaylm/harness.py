@@ -7,7 +7,7 @@ has to be registered in the process first. This module does that and then is lm_
 
 In Python: `register()`, then `lm_eval.simple_evaluate(model="relaylm", model_args=...)`.
 
-- **loglikelihood** is minus the bound on -log p(continuation | context) (`relaylm.measure.continuations`), so it is
+- **loglikelihood** is minus the bound on -log p(continuation | context) (`relaylm.measure.plan_likelihood`), so it is
   never too good on average. It is an estimate; its standard errors are logged and kept in `standard_errors`.
   Requests of one document share their plans, so that choices are compared with the same luck. `is_greedy` says
   whether the continuation comes out if the surest position is written first, one at a time, with the likeliest token.
@@ -37,13 +37,12 @@ import torch
 from relaylm.console import progress_bar
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
-from relaylm.measure.continuations import continuation_bound
 from relaylm.measure.likelihood import without_mask
-from relaylm.models.compat import check_whole
+from relaylm.measure.plan_likelihood import continuation_bound
 from relaylm.models.family import Family
 from relaylm.models.text import wrap_marks
 from relaylm.sampling.engine import settings
-from relaylm.sampling.policy import resolve, static_models
+from relaylm.sampling.policy import check_whole, resolve, static_models
 from relaylm.sampling.rules import parse_rule
 from relaylm.sampling.sample import choose_spacing, sample
 

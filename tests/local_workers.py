@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from relaylm.models.family import Family
-from relaylm.search.stretches import Stopped
+from relaylm.search.tree import Stopped
 
 
 class Local:

@@ -51,7 +51,7 @@ from relaylm import (
     search,
 )
 from relaylm.core.cost import mean_price
-from relaylm.core.diffusion import Alpha
+from relaylm.core.plan import Alpha
 from relaylm.measure.importance import importance, path_kl
 from relaylm.measure.judge import load_judge, score
 
@@ -528,9 +528,19 @@ def callbacks() -> dict[str, Run]:
 # ------------------------------------------------------------------------------------------------ trees and searches
 
 
-def grown(family: Callable[[], Family], schedules: Sequence[Any], n: int, **options: Any) -> Run:
+def grown(
+    family: Callable[[], Family],
+    schedules: Sequence[Any],
+    n: int,
+    steps: int,
+    roles: Sequence[str] = (),
+    **options: Any,
+) -> Run:
     def run() -> dict[str, Any]:
-        found = grow(family(), schedules, n, **options)
+        own = family()
+        bound = [own.bind(schedule, *own.roles(*roles)) for schedule in schedules]
+        counted = [schedule if schedule.steps else schedule.resample(steps) for schedule in bound]
+        found = grow(own, counted, n, **options)
         return {
             "models": list(found.models),
             "tokens": tokens_of(found.tokens_SnL),
@@ -564,10 +574,10 @@ def searches() -> dict[str, Run]:
     given[:, 2], given[3] = 5, 7
     return {
         "tree-wiki": grown(
-            wiki, ["heavy", "light", "L4 H4", "H4 L4", "1100", "1001"], 2, steps=8, given=np.full((2, 24), -1)
+            wiki, ["heavy", "light", "L4 H4", "H4 L4", "1100", "1001"], 2, 8, given=np.full((2, 24), -1)
         ),
-        "tree-placements": grown(tiny, all_placements(6, 3), 5, steps=12, batch_size=4, light="1b", heavy="3b"),
-        "tree-mixed": grown(tiny, mixed, 4, steps=[8, 8, 8, None, 8], seed=3, first_row=20, given=given, batch_size=3),
+        "tree-placements": grown(tiny, all_placements(6, 3), 5, 12, ("1b", "3b"), batch_size=4),
+        "tree-mixed": grown(tiny, mixed, 4, 8, seed=3, first_row=20, given=given, batch_size=3),
         "search-exhaustive": searched("exhaustive", segments=4, light_segments=2, n=4, confirm=4),
         "search-exhaustive-budget": searched("exhaustive", tiny, segments=3, budget="25%", n=3, confirm=3),
         "search-tune": searched("tune", budget="25%", segments=3, rows=100, densities=["1", "1/2"]),

@@ -101,4 +101,4 @@ def test_sampling_a_native_family_imports_what_it_uses() -> None:
     assert not {"convert", "measure", "search", "train", "studies", "cluster"} & set(floors)
     assert [name for name in used if name.startswith("cli.")] == ["cli.main", "cli.options", "cli.sample", "cli.tools"]
     engine = [name for name, floor in zip(used, floors) if LEVEL[floor] <= LEVEL["sampling"] and floor != "console"]
-    assert "sampling.denoise" in engine and len(engine) <= 23, engine
+    assert "sampling.denoise" in engine and len(engine) <= 20, engine

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from relaylm import harness
 from relaylm.errors import UserError
-from relaylm.measure.continuations import continuation_bound
+from relaylm.measure.plan_likelihood import continuation_bound
 from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.models.folder import save_family
 from relaylm.models.tokenizer import Text8Tokenizer

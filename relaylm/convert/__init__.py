@@ -7,8 +7,8 @@ refused. Nothing is ever unpickled, and no code that comes with a checkpoint is 
 
 from relaylm.convert.chat import chat_prompt, texts, until_eos
 from relaylm.convert.family import convert, describe, load, open_family
+from relaylm.convert.mdlm import export
 from relaylm.convert.sources import fetch, recognise
-from relaylm.convert.to_mdlm import export
 
 __all__ = [
     "chat_prompt",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from relaylm.errors import UserError
-from relaylm.models.layers import Past, block_mask, take
+from relaylm.models.layers import Past, TrunkAndHead, block_mask, take
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Shape:
     time_conditioning: ClassVar[bool] = False
 
 
-class Adapter:
+class Adapter(TrunkAndHead):
     """A `transformers` model as a denoiser. `shifted`: the distribution of position i is read at i - 1 (Dream)."""
 
     time_conditioning = False
@@ -75,14 +75,6 @@ class Adapter:
         a, k = self.architecture, length if positions is None else positions
         trunk = 2 * length * self._matrices + 4 * length * (past + length) * a.width * a.depth
         return float(trunk + 2 * k * a.width * a.vocab_size)
-
-    def logits(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
-        """Logits (B, L, V) at every position."""
-        return self.head(self.hidden_at(tokens_BL, t_B, None))
-
-    def logits_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> Tensor:
-        """Logits (B, K, V) at K positions of each row."""
-        return self.head(self.hidden_at(tokens_BL, t_B, positions_BK))
 
     def hidden_at(
         self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor | None, past: Past | None = None

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relaylm.convert.tensors import Lazy
 from relaylm.errors import UserError, brief, reason
 
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
@@ -48,6 +47,20 @@ STORAGES = {
     "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
     "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """A stored tensor: its shape and type, and a function that reads it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
 
 
 @dataclass(eq=False)

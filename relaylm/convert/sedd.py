@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from relaylm.convert import mdlm
-from relaylm.convert.tensors import Found, Options, number
-from relaylm.convert.weights import open_weights
+from relaylm.convert.tensors import Found, Options, number, open_weights
 from relaylm.errors import UserError
 from relaylm.files import read_object
 from relaylm.models.denoiser import Architecture, Transformer

@@ -28,12 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relaylm.convert.tensors import Found, Options, Shapes, blocks_of, count, shape_of
-from relaylm.convert.weights import open_weights
+from relaylm.convert.tensors import Found, Options, Shapes, blocks_of, count, open_weights, shape_of
 from relaylm.errors import UserError
-from relaylm.models.compat import pick_dtype
 from relaylm.models.denoiser import check_tensors
-from relaylm.models.layers import attend, take
+from relaylm.models.family import pick_dtype
+from relaylm.models.folder import place
+from relaylm.models.layers import TrunkAndHead, attend, take
 
 LENGTH = 2048
 
@@ -90,8 +90,7 @@ def open_file(path: Path, name: str, options: Options) -> Found:
     def make(device: torch.device, dtype: torch.dtype | None, fold: bool) -> Smdm:
         chosen = pick_dtype(dtype, device)
         wide = torch.float64 if chosen == torch.float64 else torch.float32
-        model = Smdm(size, {key: tensors[key].read().to(wide) for key in layout(size)})
-        return model.to(device) if chosen == wide else model.to(device).cast(chosen)
+        return place(Smdm(size, {key: tensors[key].read().to(wide) for key in layout(size)}), device, chosen)
 
     return Found(
         format="smdm",
@@ -145,7 +144,7 @@ class _Block(nn.Module):
         return x + F.linear(F.silu(F.linear(h, self.gate)) * F.linear(h, self.up), self.down)
 
 
-class Smdm(nn.Module):
+class Smdm(TrunkAndHead, nn.Module):
     """The network, around given tensors. Residual stream, norms and head stay in float32 (float64 in tests)."""
 
     time_conditioning = False
@@ -179,14 +178,6 @@ class Smdm(nn.Module):
         block = 2 * length * (4 * s.width**2 + 3 * s.width * s.hidden) + 4 * length**2 * s.width
         last = 4 * length * s.width**2 + 2 * k * (2 * s.width**2 + 3 * s.width * s.hidden) + 4 * k * length * s.width
         return float((s.depth - 1) * block + last + 2 * k * s.width * s.mask_id)
-
-    def logits(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
-        """Logits (B, L, V) at every position."""
-        return self.head(self.hidden_at(tokens_BL, t_B, None))
-
-    def logits_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> Tensor:
-        """Logits (B, K, V) at K positions of each row."""
-        return self.head(self.hidden_at(tokens_BL, t_B, positions_BK))
 
     def hidden_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor | None) -> Tensor:
         """The residual stream (B, K, D) at the positions, or everywhere."""

@@ -18,12 +18,10 @@ from typing import Any
 import tokenizers
 
 from relaylm.convert import formats, hf, mdlm, pickles, sedd, smdm
-from relaylm.convert.tensors import Found, Options
-from relaylm.convert.weights import open_safetensors
+from relaylm.convert.tensors import Found, Options, open_safetensors
 from relaylm.errors import UserError
 from relaylm.files import backup, expand, read_object
-from relaylm.models.compat import RESERVED, check_together
-from relaylm.models.folder import MANIFEST
+from relaylm.models.folder import MANIFEST, RESERVED, check_together
 from relaylm.models.hub import HUB_FILES, download
 from relaylm.models.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 
@@ -125,18 +123,14 @@ def _kind_of_names(names: Iterable[Any]) -> str | None:
 
 def _open(name: str, path: Path, options: Options, tokenizer: Tokenizer | None) -> Found:
     """Look at one checkpoint: everything but the weights."""
-    match _kind(path):
-        case "lightning":
-            return mdlm.open_checkpoint(path, name, options)
-        case "smdm":
-            return smdm.open_file(path, name, options)
-        case "sedd":
-            return sedd.open_folder(path, name, options)
-        case "mdlm" | "bd3lm":
-            return mdlm.open_folder(path, name, options) if path.is_dir() else mdlm.open_file(path, name, options)
-        case kind if kind in hf.FORMATS:
-            return hf.open_folder(path, name, options, None if tokenizer is None else tokenizer.mask_id)
-    raise UserError(f"{path} holds no checkpoint that relaylm knows ({FORMATS})")
+    kind, plain = _kind(path), mdlm.open_folder if path.is_dir() else mdlm.open_file
+    if kind in hf.FORMATS:
+        return hf.open_folder(path, name, options, None if tokenizer is None else tokenizer.mask_id)
+    openers = {"mdlm": plain, "bd3lm": plain, "lightning": mdlm.open_checkpoint}
+    openers |= {"smdm": smdm.open_file, "sedd": sedd.open_folder}
+    if kind not in openers:
+        raise UserError(f"{path} holds no checkpoint that relaylm knows ({FORMATS})")
+    return openers[kind](path, name, options)
 
 
 def fetch(name: str, revision: str | None = None) -> Path:
@@ -156,9 +150,6 @@ def fetch(name: str, revision: str | None = None) -> Path:
     if not (folder / place).exists():
         raise UserError(f"{owner}/{repository} on the Hugging Face hub has no {place}")
     return folder / place
-
-
-# ----------------------------------------------------------------------------------------------------------- looking
 
 
 @dataclass(frozen=True)
@@ -205,8 +196,7 @@ def look(
     seen: Counter[str] = Counter()
     for one in found:
         seen[one.name] += 1
-        if (again := seen[one.name]) > 1:
-            one.name += f"-{again}"
+        one.name += f"-{seen[one.name]}" if seen[one.name] > 1 else ""
     first = found[0]
     check_together({f"{one.name} ({one.format})": (one.shape.vocab_size, one.shape.mask_id) for one in found})
     missing = [note if len(found) == 1 else f"{one.name}: {note}" for one in found for note in one.missing]
@@ -236,9 +226,6 @@ def _safe_name(name: str) -> str:
     """A file's name as a model's: what schedules cannot hold becomes a dash."""
     safe = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-._") or "model"
     return f"model-{safe}" if safe in RESERVED else safe
-
-
-# -------------------------------------------------------------------------------------------------------- tokenizers
 
 
 def _hint(form: str, vocab_size: int) -> str:

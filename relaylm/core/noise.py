@@ -120,12 +120,6 @@ def token_noise(
     return noise_MS.view(n, blocks * BLOCK)[:, :vocab_size]
 
 
-def finite_largest(logits_NV: torch.Tensor) -> torch.Tensor:
-    """The largest logit of each position, 0 where that is not finite."""
-    largest_N = logits_NV.amax(dim=1)
-    return largest_N.where(largest_N.isfinite(), 0)
-
-
 def race(
     logits_NV: torch.Tensor, seed: Seed, row_N: torch.Tensor, position_N: torch.Tensor, draw_N: torch.Tensor
 ) -> torch.Tensor:
@@ -137,7 +131,8 @@ def race(
     """
     n, vocab_size = logits_NV.shape
     blocks = -(-vocab_size // BLOCK)
-    near_NV = logits_NV.double() - finite_largest(logits_NV)[:, None].double()
+    largest_N = logits_NV.amax(dim=1)
+    near_NV = logits_NV.double() - largest_N.where(largest_N.isfinite(), 0)[:, None].double()
     padded_NV = torch.nn.functional.pad(near_NV, (0, blocks * BLOCK - vocab_size), value=-torch.inf)
     logits_NGS = padded_NV.view(n, blocks, BLOCK)
     minimum_NG, slot_NG = _block_minima(seed, (row_N, position_N, draw_N), blocks)

@@ -22,7 +22,7 @@ Numbers are exact (`Fraction`). Segments stay as they are written: `L50% L50%` a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -85,11 +85,13 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def write_segment(model: str, steps: int | Fraction, time: Fraction | None) -> str:
-    """One segment as text: `L125`, `4b:12.5%`, `H200@65%`."""
-    amount = str(steps) if isinstance(steps, int) else share_text(steps)
+def write_segment(
+    model: str, steps: int | Fraction, time: Fraction | None, text: Callable[[Fraction], str] = share_text
+) -> str:
+    """One segment as text: `L125`, `4b:12.5%`, `H200@65%`; `text` writes shares."""
+    amount = str(steps) if isinstance(steps, int) else text(steps)
     colon = "" if model in (LIGHT, HEAVY) else ":"
-    return f"{model}{colon}{amount}" + (f"@{share_text(time)}" if time is not None else "")
+    return f"{model}{colon}{amount}" + (f"@{text(time)}" if time is not None else "")
 
 
 def write(parts: Sequence[Part], placement: str) -> str:
@@ -111,15 +113,7 @@ def brief(parts: Sequence[Part], placement: str) -> str:
     """A schedule for people to read: `write` with shares rounded to three digits, so not always readable again."""
     if placement != "ordered":
         return write(parts, placement)
-
-    def amount(value: int | Fraction) -> str:
-        return str(value) if isinstance(value, int) else f"{100 * float(value):.3g}%"
-
-    texts = []
-    for model, steps, time in parts:
-        colon = "" if model in (LIGHT, HEAVY) else ":"
-        texts.append(f"{model}{colon}{amount(steps)}" + (f"@{amount(time)}" if time is not None else ""))
-    return " ".join(texts)
+    return " ".join(write_segment(*part, lambda share: f"{100 * float(share):.3g}%") for part in parts)
 
 
 def split_spacing(text: str) -> tuple[str, str | None]:

@@ -14,6 +14,7 @@ Shapes: n rows, L positions, C calls of a row, S shares, D bins of distance.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from relaylm.core.noise import uniforms
+from relaylm.core.plan import spaced_calls
 from relaylm.core.schedule import Spacing
-from relaylm.core.spacing import spaced_calls
 from relaylm.errors import UserError
 
 PLANS = 48  # over which predicted losses are averaged
@@ -106,8 +107,8 @@ class PairTable:
         return out
 
 
-def _plans(length: int, seed: int = 0) -> np.ndarray:
-    return uniforms(seed, np.arange(PLANS), length)
+def _plans(length: int) -> np.ndarray:
+    return uniforms(0, np.arange(PLANS), length)
 
 
 def spacing_loss(table: PairTable, spacing: Spacing, length: int) -> float:
@@ -118,27 +119,18 @@ def spacing_loss(table: PairTable, spacing: Spacing, length: int) -> float:
 
 def uniform_loss(table: PairTable, steps: int, length: int) -> float:
     """Predicted loss of T uniform steps, nats a position."""
-    step_nL = np.ceil(_plans(length) * steps).astype(np.int64)
+    step_nL = np.ceil(_plans(length) * steps)
     # Calls are numbered from the masked end, steps without a position left out.
-    _, call = np.unique(-step_nL, return_inverse=True)
-    return table.loss(_dense(call.reshape(step_nL.shape)))
-
-
-def _dense(key_nL: np.ndarray) -> np.ndarray:
-    """Keys as numbers from 1 up without gaps, row by row."""
-    return np.stack([np.unique(key_L, return_inverse=True)[1].reshape(-1) + 1 for key_L in key_nL])
+    return table.loss(np.stack([np.unique(-step_L, return_inverse=True)[1] + 1 for step_L in step_nL]))
 
 
 def smallest_spacing(table: PairTable, length: int, most: float, form: str = "sets") -> Spacing:
     """The smallest distance whose predicted loss is at most `most` nats a position; the length if there is none."""
-    low, high = 1, length
-    while low < high:
-        middle = (low + high) // 2
-        if spacing_loss(table, Spacing(middle, form), length) <= most:
-            high = middle
-        else:
-            low = middle + 1
-    return Spacing(low, form)
+
+    def fits(distance: int) -> bool:
+        return spacing_loss(table, Spacing(distance, form), length) <= most
+
+    return Spacing(1 + bisect_left(range(1, length), True, key=fits), form)
 
 
 @lru_cache(maxsize=1024)

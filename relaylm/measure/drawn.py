@@ -9,15 +9,13 @@ import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from relaylm.measure import metrics
+from relaylm.models.family import Family
 from relaylm.sampling.result import Samples, flops_of_calls
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING
 
 import torch
 
 from relaylm.console import terminal_width, wrapped
+from relaylm.models.family import Family
 from relaylm.sampling.engine import settings
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
 
 SHORT = 30.0  # seconds, below which nothing is said
 SLOWEST = 2e9  # operations a second that any machine makes: less work than SHORT times this needs no timing

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,13 +32,11 @@ from relaylm.measure import metrics
 from relaylm.measure.drawn import Drawn, pack, row_costs, steps_json, total_costs, unpack
 from relaylm.measure.judge import Judge, Scores, score, weights_digest
 from relaylm.measure.store import Store, content_key
-from relaylm.models.compat import check_whole
+from relaylm.models.family import Family
+from relaylm.sampling.policy import check_whole
 from relaylm.sampling.result import Samples
 from relaylm.sampling.rules import Rule
 from relaylm.sampling.sample import lay_out, sample
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
 
 LEAST_PIECE = 64  # rows in a record, at least
 SCORES = ("nll", "count", "written_nll", "written_count", "cut")  # a record's fields, in the order of `Scores`
@@ -102,9 +100,6 @@ def conditions(family: Family, batch: int | None) -> dict[str, Any]:
     return {"device": name, "dtype": family.precision, "batch": batch, "torch": str(torch.__version__)}
 
 
-# ------------------------------------------------------------------------------------------------ sampling
-
-
 @dataclass(frozen=True)
 class SampleSpec:
     """How rows are sampled. `schedule` has models' names in it; `steps` is None where the rule finds its own."""
@@ -118,9 +113,6 @@ class SampleSpec:
 def sample_rows(family: Family, schedule: Any, first_row: int, rows: int, options: Mapping[str, Any]) -> Samples:
     """A range of rows under one schedule, as `sample` gives them: the task that workers are handed."""
     return sample(family, schedule, rows, first_row=first_row, **options)
-
-
-# ------------------------------------------------------------------------------------------------ judging
 
 
 def given_rows(

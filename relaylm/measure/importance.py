@@ -28,21 +28,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from relaylm.console import progress_bar, table
-from relaylm.core.diffusion import LINEAR, Alpha, unmask_probability
 from relaylm.core.noise import uniforms
+from relaylm.core.plan import LINEAR, Alpha, unmask_probability
 from relaylm.core.schedule import Timetable
 from relaylm.errors import UserError
 from relaylm.measure import metrics
 from relaylm.measure.likelihood import MaskedSums, masked_sums, spread_rows
+from relaylm.models.family import Family
 from relaylm.sampling.sample import sample
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
 
 STATES = ("data", "trajectory")
 TWIN = "twin of "
@@ -203,16 +201,15 @@ def _curve(
 
 def _means(name: str, x_TN: np.ndarray, skewed: bool = False) -> dict[str, Any]:
     """Mean over the rows that have a value, and its interval, at each time; None where no row has one."""
-    interval = metrics.skewed_mean_interval if skewed else metrics.mean_interval
     value: list[float | None] = []
     ci: list[list[float | None]] = []
     for x_N in x_TN:
         x = x_N[np.isfinite(x_N)]
-        mean, low, high = (float(v) for v in interval(x)) if len(x) else (math.nan,) * 3
-        if skewed and low < 0:  # what is skewed here cannot be negative
-            low = 0.0
-        value.append(metrics.finite(mean))
-        ci.append([metrics.finite(low), metrics.finite(high)])
+        found = metrics.mean_estimate(x, skewed) if len(x) else metrics.Estimate(*(math.nan,) * 3)
+        # What is skewed here cannot be negative.
+        low = max(found.low, 0.0) if skewed else found.low
+        value.append(metrics.finite(found.value))
+        ci.append([metrics.finite(low), metrics.finite(found.high)])
     return {name: value, f"{name}_ci": ci}
 
 

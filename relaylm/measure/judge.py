@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,11 +38,9 @@ from torch import Tensor
 from relaylm.errors import UserError, reason
 from relaylm.files import expand, file_sha256
 from relaylm.models.denoiser import Transformer
+from relaylm.models.family import Family
 from relaylm.models.folder import load_network
 from relaylm.sampling.engine import settings
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
 
 RECIPES = ("plain", "mdlm")
 Encoder = Callable[[str], tuple[list[int], list[int]]]  # a text's ids, and where in the text each token ends
@@ -228,13 +226,12 @@ def load_judge(spec: Any, family: Family) -> Judge:
     if isinstance(spec, Judge):
         return spec
     if spec is None or spec == "own":
-        network = _own_network(family)
-        eos = family.tokenizer.eos_id if family.tokenizer is not None else None
-        return from_logits(network, "own", device=family.device, eos_id=eos, key=_own_key(family))
+        return _own_judge(family)
     if isinstance(spec, str):
         kind, _, name = spec.partition(":")
         if kind == "hf" and name:
-            return _from_transformers(spec, family.device, name)
+            tokenizer, model = _pretrained(spec, name, {}, {"use_safetensors": True})
+            return _text_judge(spec, model, tokenizer, family.device, weights_digest(model))
         if kind == "gguf" and name:
             return _from_gguf(spec, family.device, expand(name))
         raise UserError(f"there is no judge {spec!r}: write own, hf:NAME or gguf:PATH")
@@ -296,22 +293,21 @@ def _cross_entropy(logits_XV: Tensor, target_X: Tensor) -> Tensor:
     return (flat.cpu() if flat.device.type == "mps" else flat).view(target_X.shape).double()
 
 
-def _own_network(family: Family) -> Transformer:
-    """The family's judge in float32, whatever its denoisers compute in."""
-    stored = family.stored
-    entry = stored.manifest["judge"] if stored is not None else None
+def _own_judge(family: Family) -> Judge:
+    """The family's own, in float32 whatever its denoisers compute in."""
+    stored, key = family.stored, None
+    entry = None if stored is None else stored.manifest["judge"]
+    if stored is not None and entry is not None:
+        files = sorted(entry["files"].items())
+        key = "own:" + hashlib.sha256(repr([digest for _, digest in files]).encode()).hexdigest()
     if stored is not None and entry is not None and stored.dtype not in (torch.float32, torch.float64):
-        return load_network(stored.folder, "judge", entry, family.device, torch.float32)
-    if family.judge is None:
+        network: Transformer | None = load_network(stored.folder, "judge", entry, family.device, torch.float32)
+    else:
+        network = family.judge
+    if network is None:
         raise UserError("this family has no judge of its own: choose one, as hf:gpt2-large or gguf:PATH")
-    return family.judge
-
-
-def _own_key(family: Family) -> str | None:
-    if family.stored is None or family.stored.manifest["judge"] is None:
-        return None
-    files = sorted(family.stored.manifest["judge"]["files"].items())
-    return "own:" + hashlib.sha256(repr([digest for _, digest in files]).encode()).hexdigest()
+    eos = family.tokenizer.eos_id if family.tokenizer is not None else None
+    return from_logits(network, "own", device=family.device, eos_id=eos, key=key)
 
 
 def weights_digest(module: torch.nn.Module) -> str:
@@ -321,11 +317,6 @@ def weights_digest(module: torch.nn.Module) -> str:
         total.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())
         total.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
-
-
-def _from_transformers(spec: str, device: torch.device, name: str) -> Judge:
-    tokenizer, model = _pretrained(spec, name, {}, {"use_safetensors": True})
-    return _text_judge(spec, model, tokenizer, device, weights_digest(model))
 
 
 def _from_gguf(spec: str, device: torch.device, path: Path) -> Judge:

@@ -34,7 +34,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,13 +44,10 @@ from torch import Tensor
 from relaylm.core.noise import uniforms
 from relaylm.core.schedule import Timetable
 from relaylm.errors import UserError, checked
-from relaylm.models.compat import check_whole
+from relaylm.models.family import Family
 from relaylm.models.text import read_text, wrap_marks, wrapped_rows
 from relaylm.sampling.engine import settings
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
-
+from relaylm.sampling.policy import check_whole
 
 # ------------------------------------------------------------------------------------------------ rows of text
 
@@ -139,7 +136,7 @@ def masked_sums(
                 for k, log_p_MV in enumerate(log_p):
                     nll_KB[k].index_add_(0, row_M, -log_p_MV.gather(1, target_M[:, None])[:, 0])
                 for p, (light, heavy) in enumerate(index_P):
-                    kl_PB[p].index_add_(0, row_M, _kl(log_p[heavy], log_p[light]))
+                    kl_PB[p].index_add_(0, row_M, kl(log_p[heavy], log_p[light]))
             nll_KN[:, part], kl_PN[:, part] = nll_KB.cpu().numpy(), kl_PB.cpu().numpy()
             if on_rows is not None:
                 on_rows(part.stop, rows)
@@ -163,10 +160,15 @@ def without_mask(logits_MV: Tensor, mask_id: int) -> Tensor:
     return logits_MV.index_fill(-1, torch.tensor([mask_id], device=logits_MV.device), -torch.inf)
 
 
-def _kl(log_p_MV: Tensor, log_q_MV: Tensor) -> Tensor:
-    """KL(p || q) for each row; where p is 0 nothing is added, also if q is 0 too."""
-    p_MV = log_p_MV.exp()
-    return torch.where(p_MV > 0, p_MV * (log_p_MV - log_q_MV), 0.0).sum(dim=-1)
+def log_probabilities(model: Any, tokens_BL: Tensor, t_B: Tensor, places_BK: Tensor, mask_id: int) -> Tensor:
+    """Log-probabilities (B, K, V) of the clean token at places of each row, in float64."""
+    return without_mask(model.logits_at(tokens_BL, t_B, places_BK).double(), mask_id).log_softmax(dim=-1)
+
+
+def kl(log_p_XV: Tensor, log_q_XV: Tensor) -> Tensor:
+    """KL(p || q) in nats; where p is 0 nothing is added, also if q is 0 too."""
+    p_XV = log_p_XV.exp()
+    return torch.where(p_XV > 0, p_XV * (log_p_XV - log_q_XV), 0.0).sum(dim=-1)
 
 
 # ------------------------------------------------------------------------------------------------ bounds

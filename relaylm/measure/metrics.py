@@ -35,7 +35,7 @@ from scipy.special import stdtr, stdtrit
 
 from relaylm.errors import UserError
 
-LEVEL = 0.95
+LEVEL, POWER = 0.95, 0.8
 RESAMPLES = 2000
 
 
@@ -52,6 +52,10 @@ class Estimate:
         """The interval as JSON has it."""
         return [finite(self.low), finite(self.high)]
 
+    def named(self, name: str) -> dict[str, Any]:
+        """The figure and its interval in a result."""
+        return {name: finite(self.value), f"{name}_ci": self.ci}
+
 
 def finite(x: float | None) -> float | None:
     """The number, or None where there is none: JSON has neither infinity nor NaN."""
@@ -61,9 +65,10 @@ def finite(x: float | None) -> float | None:
 # ------------------------------------------------------------------------------------------------ intervals
 
 
-def mean_estimate(x_n: np.ndarray) -> Estimate:
-    """The mean of rows and its t interval."""
-    return Estimate(*(float(v) for v in mean_interval(np.asarray(x_n, dtype=np.float64))))
+def mean_estimate(x_n: np.ndarray, skewed: bool = False) -> Estimate:
+    """The mean of rows and its t interval, or that of skewed rows."""
+    interval = skewed_mean_interval if skewed else mean_interval
+    return Estimate(*(float(v) for v in interval(np.asarray(x_n, dtype=np.float64))))
 
 
 def mean_interval(x_Xn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -111,16 +116,13 @@ def ratio_estimate(sum_n: np.ndarray, count_n: np.ndarray) -> Estimate:
 
 
 @lru_cache(maxsize=4)
-def resampling_weights(n: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+def resampling_weights(n: int, resamples: int = RESAMPLES) -> np.ndarray:
     """(R, n) bootstrap weights that each sum to 1: how often a row was drawn, over n. Not to be changed."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     counts = np.zeros((resamples, n), dtype=np.float32)
     for r in range(resamples):
         counts[r] = np.bincount(rng.integers(0, n, n), minlength=n)
     return counts / n
-
-
-# ------------------------------------------------------------------------------------------------ perplexity
 
 
 def perplexity(nll_n: np.ndarray, count_n: np.ndarray) -> dict[str, Any]:
@@ -130,17 +132,12 @@ def perplexity(nll_n: np.ndarray, count_n: np.ndarray) -> dict[str, Any]:
     if not scored_n.any():
         raise UserError("no row has a token to score: a judge gives the first token of a text and scores the rest")
     log_n = nll_n[scored_n] / count_n[scored_n]
-    gen = Estimate(*(float(v) for v in skewed_mean_interval(np.exp(log_n))))
     corpus = ratio_estimate(nll_n[scored_n], count_n[scored_n].astype(np.float64))
-    log = mean_estimate(log_n)
-    ends = [math.exp(v) if math.isfinite(v) else None for v in (corpus.low, corpus.high)]
     return {
-        "gen_ppl": gen.value,
-        "gen_ppl_ci": gen.ci,
+        **mean_estimate(np.exp(log_n), skewed=True).named("gen_ppl"),
         "corpus_ppl": math.exp(corpus.value),
-        "corpus_ppl_ci": ends,
-        "log_ppl": log.value,
-        "log_ppl_ci": log.ci,
+        "corpus_ppl_ci": [math.exp(v) if math.isfinite(v) else None for v in (corpus.low, corpus.high)],
+        **mean_estimate(log_n).named("log_ppl"),
         "unscored": int((~scored_n).sum()),
     }
 
@@ -162,26 +159,26 @@ def word_entropy(text: str) -> float:
     return -sum(c / total * math.log(c / total) for c in counts.values()) if len(counts) > 1 else 0.0
 
 
-def ngrams(items: Sequence[Any], size: int = 4) -> list[tuple[Any, ...]]:
-    """All runs of `size` items."""
-    return [tuple(items[i : i + size]) for i in range(len(items) - size + 1)]
+def ngrams(items: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """All runs of 4 items."""
+    return [tuple(items[i : i + 4]) for i in range(len(items) - 3)]
 
 
-def repetition(items: Sequence[Any], size: int = 4) -> float:
-    """Share of a row's n-grams that occur earlier in the row; 0 for a row with none."""
-    grams = ngrams(items, size)
+def repetition(items: Sequence[Any]) -> float:
+    """Share of a row's 4-grams that occur earlier in the row; 0 for a row with none."""
+    grams = ngrams(items)
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def distinct(rows: Sequence[Sequence[Any]], size: int = 4, groups: int = 20) -> Estimate:
-    """Different n-grams among all n-grams of all rows, with a jackknife interval over groups of rows. The figure falls
-    as rows are added: compare it at one n. NaN if no row is long enough for an n-gram."""
-    grams = [ngrams(row, size) for row in rows]
+def distinct(rows: Sequence[Sequence[Any]]) -> Estimate:
+    """Different 4-grams among all of all rows, with a jackknife interval over 20 groups of rows. The figure falls as
+    rows are added: compare it at one n. NaN if no row is long enough."""
+    grams = [ngrams(row) for row in rows]
     total, everything = Counter(g for row in grams for g in row), sum(len(row) for row in grams)
     if not everything:
         return Estimate(math.nan, -math.inf, math.inf)
     value = len(total) / everything
-    groups = min(groups, len(rows))
+    groups = min(20, len(rows))
     if groups < 2:
         return Estimate(value, -math.inf, math.inf)
     without = []
@@ -199,16 +196,12 @@ def distinct(rows: Sequence[Sequence[Any]], size: int = 4, groups: int = 20) -> 
 def describe_texts(rows: Sequence[np.ndarray], texts: Sequence[str]) -> dict[str, Any]:
     """Entropy, diversity and repetition of samples, each with its interval. `rows` are the tokens that were written;
     `texts` may be empty (a family without a tokenizer), and n-grams then are of tokens instead of words."""
-    entropy = mean_estimate(np.array([token_entropy(row) for row in rows]))
     units: list[Sequence[Any]] = [text.split() for text in texts] or [row.tolist() for row in rows]
-    repeated = mean_estimate(np.array([repetition(unit) for unit in units]))
-    different = distinct(units)
-    out: dict[str, Any] = {"entropy": entropy.value, "entropy_ci": entropy.ci}
+    out = mean_estimate(np.array([token_entropy(row) for row in rows])).named("entropy")
     if texts:
-        words = mean_estimate(np.array([word_entropy(text) for text in texts]))
-        out |= {"word_entropy": words.value, "word_entropy_ci": words.ci}
-    out |= {"distinct_4": finite(different.value), "distinct_4_ci": different.ci}
-    return {**out, "repetition_4": repeated.value, "repetition_4_ci": repeated.ci}
+        out |= mean_estimate(np.array([word_entropy(text) for text in texts])).named("word_entropy")
+    repeated = mean_estimate(np.array([repetition(unit) for unit in units]))
+    return {**out, **distinct(units).named("distinct_4"), **repeated.named("repetition_4")}
 
 
 def mauve(features_nD: np.ndarray, reference_mD: np.ndarray, **options: Any) -> float:
@@ -258,15 +251,15 @@ def paired_difference(log_n: np.ndarray, reference_n: np.ndarray) -> dict[str, A
     }
 
 
-def samples_needed(difference: float, sd: float, power: float = 0.8) -> int | None:
-    """Paired rows needed to detect a difference of two schedules at the 5% level with this power, if the difference
+def samples_needed(difference: float, sd: float) -> int | None:
+    """Paired rows needed to detect a difference of two schedules at the 5% level with 80% power, if the difference
     and the standard deviation of the rows' differences are as given; None if there is no difference to detect."""
     if difference == 0 or not math.isfinite(sd):
         return None
-    z = NormalDist().inv_cdf((1 + LEVEL) / 2) + NormalDist().inv_cdf(power)
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2) + NormalDist().inv_cdf(POWER)
     n = max(2, math.ceil((z * sd / difference) ** 2))
     while n <= 100:  # Student's t instead of the normal, where that matters: the first n that is enough
-        z = stdtrit(n - 1, (1 + LEVEL) / 2) + stdtrit(n - 1, power)
+        z = stdtrit(n - 1, (1 + LEVEL) / 2) + stdtrit(n - 1, POWER)
         if n >= (z * sd / difference) ** 2:
             break
         n += 1

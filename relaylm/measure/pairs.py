@@ -28,8 +28,9 @@ from relaylm.core.pairs import PairTable, default_spacing
 from relaylm.core.schedule import Spacing
 from relaylm.errors import UserError
 from relaylm.files import amend_folder, read_object
-from relaylm.models.compat import check_whole
+from relaylm.measure.likelihood import kl, log_probabilities
 from relaylm.models.folder import MANIFEST, PAIRS
+from relaylm.sampling.policy import check_whole
 
 SHARES = (0.02, 0.1, 0.25, 0.45, 0.65, 0.85, 0.98)
 _CELLS = 1 << 26  # logits that are in memory at once, at most
@@ -77,43 +78,24 @@ def measure_pairs(
                 tokens = torch.from_numpy(rows_NL[rows].astype(np.int64)).to(device)
                 before = tokens.scatter(1, places, mask_id)
                 after = before.scatter(1, places[:, :1], tokens.gather(1, places[:, :1]))
-                kl = _divergence(model, before, after, places[:, 1:], masked / length, mask_id).cpu().numpy()
+                t_B = torch.full((len(before),), masked / length, dtype=torch.float32, device=device)
+                old, new = (log_probabilities(model, x, t_B, places[:, 1:], mask_id) for x in (before, after))
+                nats = kl(new, old).clamp_min(0).cpu().numpy()
                 far = (places[:, 1:] - places[:, :1]).abs().cpu().numpy()
                 bins = np.searchsorted(edges, far, side="right") - 1
-                for kl_K, bins_K in zip(kl, bins, strict=True):
+                for nats_K, bins_K in zip(nats, bins, strict=True):
                     count_D = np.bincount(bins_K, minlength=len(edges))
-                    mean_D = np.bincount(bins_K, kl_K, len(edges)) / np.maximum(count_D, 1)
+                    mean_D = np.bincount(bins_K, nats_K, len(edges)) / np.maximum(count_D, 1)
                     there_D = count_D > 0
                     sums[s] += np.stack([there_D, mean_D, mean_D**2], axis=1) * there_D[:, None]
                 bar.update(rows.stop - rows.start)
     count, mean = sums[..., 0], sums[..., 1] / np.maximum(sums[..., 0], 1)
     variance = np.maximum(sums[..., 2] - count * mean**2, 0) / np.maximum(count - 1, 1)
-    filled = _filled(mean, count > 0)
-    return PairTable(np.asarray(shares), edges, filled, np.sqrt(variance / np.maximum(count, 1)), n, name, source)
-
-
-def _divergence(
-    model: Any, before: torch.Tensor, after: torch.Tensor, places_BK: torch.Tensor, share: float, mask_id: int
-) -> torch.Tensor:
-    """KL of the prediction at each place after a token was written against the one before, (B, K) in nats."""
-    t_B = torch.full((len(before),), share, dtype=torch.float32, device=before.device)
-    logs = []
-    for tokens in (before, after):
-        logits = model.logits_at(tokens, t_B, places_BK).double()
-        logits[..., mask_id] = -torch.inf
-        logs.append(logits.log_softmax(dim=-1))
-    p = logs[1].exp()
-    return torch.where(p > 0, p * (logs[1] - logs[0]), 0.0).sum(dim=-1).clamp_min(0)
-
-
-def _filled(mean_SD: np.ndarray, there_SD: np.ndarray) -> np.ndarray:
-    """Means with bins that no row hit taken from the nearest distance that was."""
-    out = mean_SD.copy()
-    columns = np.arange(mean_SD.shape[1])
-    for row, there in zip(out, there_SD, strict=True):
+    columns = np.arange(len(edges))
+    for row, there in zip(mean, count > 0, strict=True):  # bins that no row hit are as the nearest distances that were
         if there.any():
             row[:] = np.interp(columns, columns[there], row[there])
-    return out
+    return PairTable(np.asarray(shares), edges, mean, np.sqrt(variance / np.maximum(count, 1)), n, name, source)
 
 
 def keep_pairs(folder: Path, table: PairTable) -> Spacing:

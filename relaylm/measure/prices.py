@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +15,10 @@ from relaylm.core.schedule import Schedule, Timetable
 from relaylm.errors import UserError
 from relaylm.measure import timing
 from relaylm.measure.estimate import say
+from relaylm.models.family import Family
 
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
+# By denoisers themselves: the attribute, and what it says.
+SAID = {"flops": ("flops", "FLOPs a call takes"), "blocks": ("depth", "blocks it has")}
 
 
 def flops_price(model: Any, length: int) -> Price:
@@ -34,27 +35,25 @@ def prices(
     *,
     models: Sequence[str] | None = None,
     batch_size: int | None = None,
-    fresh: bool = False,
 ) -> dict[str, Price]:
     """What a call of each model (of `models`) costs in a unit. Milliseconds and joules come from the device's table
-    and are measured where it lacks them (or always, if `fresh`), in the call shape of `steps` steps and `batch_size`
-    rows; the other units need neither."""
+    and are measured where it lacks them, in the call shape of `steps` steps and `batch_size` rows; the other units need
+    neither."""
     length = length or family.length
     names = family.names if models is None else tuple(models)
     family.check_names(names)
-    chosen: dict[str, Any] = {name: family[name] for name in names}
-    if unit == "flops":
-        if unknown := [name for name, model in chosen.items() if not hasattr(model, "flops")]:
-            raise UserError(f"{unknown[0]} does not say how many FLOPs a call takes: choose ms")
-        return {name: flops_price(model, length) for name, model in chosen.items()}
-    if unit == "blocks":
-        if unknown := [name for name, model in chosen.items() if getattr(model, "depth", None) is None]:
-            raise UserError(f"{unknown[0]} does not say how many blocks it has: choose ms")
-        return {name: Price(float(model.depth), every_step=True) for name, model in chosen.items()}
     if unit not in UNITS:
         raise UserError(f"{unit!r} is no unit of cost: choose {', '.join(UNITS)}")
+    if unit in SAID:
+        chosen: dict[str, Any] = {name: family[name] for name in names}
+        attribute, what = SAID[unit]
+        if unknown := [name for name, model in chosen.items() if getattr(model, attribute, None) is None]:
+            raise UserError(f"{unknown[0]} does not say how many {what}: choose ms")
+        if unit == "flops":
+            return {name: flops_price(model, length) for name, model in chosen.items()}
+        return {name: Price(float(model.depth), every_step=True) for name, model in chosen.items()}
     steps = float(length) if steps is None else steps
-    found = {name: timing.measured_price(family, name, unit, length, steps, batch_size, fresh=fresh) for name in names}
+    found = {name: timing.measured_price(family, name, unit, length, steps, batch_size) for name in names}
     return {name: price for name, price in found.items() if price is not None}
 
 
@@ -69,9 +68,6 @@ def expected_price(
     """`mean_price` of a row in a unit, straight from a family. For many schedules take `prices` once."""
     known = prices(family, unit, length, steps, models=tuple(dict.fromkeys(schedule.models)))
     return mean_price(known, schedule, steps, free_n)
-
-
-# ------------------------------------------------------------------------------------------------ the table
 
 
 def cost_table(
@@ -103,18 +99,13 @@ def cost_table(
         if on_models is not None:
             on_models(done + 1, len(family.names))
             if done == 0:
-                say(
-                    "timing the models",
-                    (time.perf_counter() - began) * sum(sizes) / sizes[0],
-                    "--length makes it shorter",
-                )
+                seconds = (time.perf_counter() - began) * sum(sizes) / sizes[0]
+                say("timing the models", seconds, "--length makes it shorter")
     why = timing.energy_counter(family.device)[1]
-    models = family.models.values()
-    said = {"flops": "flops", "blocks": "depth"}  # the attribute of a denoiser that says it
     known = {
         unit: prices(family, unit, length, steps, batch_size=batch)
         for unit in (UNITS[:-1] if why else UNITS)
-        if unit not in said or all(hasattr(model, said[unit]) for model in models)
+        if unit not in SAID or all(hasattr(model, SAID[unit][0]) for model in family.models.values())
     }
     positions = timing.usual_shape(length, steps, batch)[1]
     calls = {unit: {name: p.base + p.slope * positions for name, p in each.items()} for unit, each in known.items()}
@@ -123,7 +114,10 @@ def cost_table(
     for asked, schedule in zip(schedules, bound, strict=True):
         row = _row(known, schedule, steps, length)
         item: dict[str, Any] = {"schedule": str(asked), "models": str(schedule), "steps": schedule.steps or steps}
-        item |= {"row": row, "saved": {unit: _saved(row[unit], all_heavy[unit]) for unit in UNITS}}
+        saved = {
+            unit: 1 - spent / most for unit in UNITS if (spent := row[unit]) is not None and (most := all_heavy[unit])
+        }
+        item |= {"row": row, "saved": dict.fromkeys(UNITS) | saved}
         if budget is not None:
             spent, most = row[budget.unit], all_heavy[budget.unit]
             if spent is None or most is None:

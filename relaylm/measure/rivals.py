@@ -16,16 +16,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from relaylm.core.cost import mean_price
 from relaylm.core.schedule import Schedule, Segment, Spacing
 from relaylm.measure.prices import flops_price
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
+from relaylm.models.family import Family
 
 RANDOM_SEED = 1  # of the rival with randomly placed light steps
 SLACK = 1e-9  # relative; expected operations are exact but for rounding
@@ -85,64 +83,53 @@ def contenders(
     if rivals:
         free_n = (given_nL < 0).sum(axis=1)
         for entry in [entry for entry in entries if entry.kind == "asked" and len(entry.schedule.models) > 1]:
-            find = _rivals if entry.schedule.spacing is None else _spaced_rivals
-            for rival in find(family, entry, free_n, given_nL.shape[1], heavy):
+            for rival in _rivals(family, entry, free_n, given_nL.shape[1], heavy):
                 add(rival)
     return entries
 
 
-def one_model(model: str) -> Schedule:
-    """One model at every step."""
-    return Schedule((Segment(model, Fraction(1)),))
+def one_model(model: str, spacing: Spacing | None = None) -> Schedule:
+    """One model at every step, or on spaced plans."""
+    return Schedule((Segment(model, Fraction(1)),), spacing=spacing)
 
 
 def _rivals(family: Family, entry: Entry, free_n: np.ndarray, length: int, heavy: str) -> list[Entry]:
-    """The equal-compute rivals of a mixed schedule."""
-    found = []
-    assert entry.steps is not None
-    models = {name: model for name, model in family.models.items() if hasattr(model, "flops")}
-    if len(models) == len(family.models):
-        budget = expected_flops(models, entry.schedule, entry.steps, free_n, length) * (1 + SLACK)
-        used = set(entry.schedule.models)
+    """The equal-compute rivals of a mixed schedule; of one on spaced plans, the heavy model with a smaller spacing."""
+    found: list[Entry] = []
+    models: Mapping[str, Any] = family.models
+    mixed, steps, spacing = entry.schedule, entry.steps, entry.schedule.spacing
 
-        def alone(name: str, steps: float = entry.steps) -> float:
-            return expected_flops(models, one_model(name), steps, free_n, length)
+    def add(label: str, schedule: Schedule, steps: float | None, what: str) -> None:
+        found.append(Entry(label, schedule, steps, "rival", what, [entry.label]))
 
-        # Of the models that this schedule does not use already; those it does use are in the table anyway.
-        within = [name for name in family.names if name not in used and alone(name) <= budget]
-        if within:
-            best = max(within, key=alone)
-            found.append(Entry(best, one_model(best), entry.steps, "rival", "one model of middle depth"))
-        fewer = steps_within(lambda steps: alone(heavy, steps), budget)
-        if fewer is not None and fewer < entry.steps:
-            found.append(Entry(f"H{fewer}", one_model(heavy), fewer, "rival", "heavy in fewer steps"))
-        if (spaced := spaced_within(models, heavy, budget, free_n, length)) is not None:
-            found.append(Entry(f"heavy {spaced.spacing}", spaced, None, "rival", "heavy, spaced"))
-    if len(entry.schedule.models) == 2 and not math.isinf(entry.steps):
-        order = [name for name in family.names if name in entry.schedule.models]
-        table = entry.schedule.timetable(int(entry.steps))
+    if all(hasattr(model, "flops") for model in models.values()):
+        budget = expected_flops(models, mixed, steps, free_n, length) * (1 + SLACK)
+        if steps is not None:
+
+            def alone(name: str, steps: float = steps) -> float:
+                return expected_flops(models, one_model(name), steps, free_n, length)
+
+            # Of the models that this schedule does not use already; those it does use are in the table anyway.
+            within = [name for name in family.names if name not in mixed.models and alone(name) <= budget]
+            if within:
+                best = max(within, key=alone)
+                add(best, one_model(best), steps, "one model of middle depth")
+            fewer = steps_within(lambda steps: alone(heavy, steps), budget)
+            if fewer is not None and fewer < steps:
+                add(f"H{fewer}", one_model(heavy), fewer, "heavy in fewer steps")
+        spaced = spaced_within(models, heavy, budget, free_n, length, spacing)
+        if spaced is not None and spaced.spacing != spacing:
+            what = "heavy, spaced" if spacing is None else "heavy with a smaller spacing"
+            add(f"heavy {spaced.spacing}", spaced, None, what)
+    if len(mixed.models) == 2 and steps is not None and not math.isinf(steps):
+        table = mixed.timetable(int(steps))
+        order = [name for name in family.names if name in mixed.models]
         pair = tuple(Segment(name, count) for name in order if (count := table.models.count(name)))
         if len(pair) == 2:
             for placement, what in (("interleaved", "spread evenly"), (f"random:{RANDOM_SEED}", "placed at random")):
                 schedule = Schedule(pair, placement)
-                found.append(Entry(str(schedule), schedule, entry.steps, "rival", f"light steps {what}"))
-    for rival in found:
-        rival.rival_of = [entry.label]
+                add(str(schedule), schedule, steps, f"light steps {what}")
     return found
-
-
-def _spaced_rivals(family: Family, entry: Entry, free_n: np.ndarray, length: int, heavy: str) -> list[Entry]:
-    """The equal-compute rivals of a mixed schedule on spaced plans: the heavy model alone with a smaller spacing."""
-    models = {name: model for name, model in family.models.items() if hasattr(model, "flops")}
-    spacing = entry.schedule.spacing
-    if len(models) < len(family.models) or spacing is None:
-        return []
-    budget = expected_flops(models, entry.schedule, None, free_n, length) * (1 + SLACK)
-
-    alone = spaced_within(models, heavy, budget, free_n, length, spacing)
-    if alone is None or alone.spacing == spacing:
-        return []
-    return [Entry(f"heavy {alone.spacing}", alone, None, "rival", "heavy with a smaller spacing", [entry.label])]
 
 
 def spaced_within(
@@ -158,11 +145,9 @@ def spaced_within(
     most = most or Spacing(max(1, length - 1))
 
     def at(distance: int) -> Schedule:
-        return replace(one_model(name), spacing=replace(most, distance=distance))
+        return one_model(name, replace(most, distance=distance))
 
-    largest = steps_within(
-        lambda distance: expected_flops(models, at(distance), None, free_n, length), budget, most=most.distance
-    )
+    largest = steps_within(lambda d: expected_flops(models, at(d), None, free_n, length), budget, most=most.distance)
     return None if largest is None else at(largest)
 
 

@@ -44,8 +44,8 @@ import numpy as np
 import torch
 
 from relaylm.core.cost import Cost
-from relaylm.core.diffusion import LINEAR, Alpha
 from relaylm.core.noise import uniforms
+from relaylm.core.plan import LINEAR, Alpha
 from relaylm.core.schedule import Schedule, Timetable
 from relaylm.errors import UserError
 from relaylm.measure import metrics
@@ -161,8 +161,13 @@ def schedule_bound(
     each_KND = np.stack([weight_M[table.m_ND] for weight_M in weight_KM]) * table.left_KND
     smooth_2 = np.einsum("km,khm->h", weight_KM, table.smooth_K2M)
     nats_N = each_KND.sum(axis=(0, 2)) + smooth_2[np.arange(len(table.m_ND)) % 2]
-    bits, low, high = (float(v) for v in metrics.mean_interval(nats_N / table.length / math.log(2)))
-    return ScheduleBound(bits, low, high, len(nats_N), nats_N)
+    return bound_of(nats_N / table.length / math.log(2), nats_N)
+
+
+def bound_of(bits_N: np.ndarray, nats_N: np.ndarray, cost: Cost | None = None) -> ScheduleBound:
+    """The bound from each row's bits for one symbol, and its total."""
+    found = metrics.mean_estimate(bits_N)
+    return ScheduleBound(found.value, found.low, found.high, len(nats_N), nats_N, cost)
 
 
 def schedule_weights(

@@ -28,24 +28,21 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 import relaylm
 from relaylm.core.cost import Cost, Price
-from relaylm.core.diffusion import LINEAR
 from relaylm.core.plan import Plan, make_events, make_plan
 from relaylm.errors import UserError
 from relaylm.files import read_json, write_json
+from relaylm.models.family import Family
 from relaylm.sampling.engine import Call, Engine, Shape, settings
 from relaylm.sampling.law import Law
 from relaylm.sampling.queue import Queue, call_shapes
 from relaylm.sampling.result import Samples
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
 
 REPEATS = 7  # of which the median counts
 LEAST_SECONDS = 0.02  # of one repeat on CUDA, where starting and waiting cost too
@@ -141,7 +138,7 @@ def with_measured(samples: Samples, family: Family) -> Cost:
 
 def usual_shape(length: int, steps: float, batch: int) -> tuple[Shape, float]:
     """The shape of nearly all calls on an even grid, and the positions that one asks for on average."""
-    events = make_events(make_plan(1, length, 0), _times(steps), LINEAR)
+    events = make_events(make_plan(1, length, 0), _times(steps))
     shapes, index_E = call_shapes(events, length, batch)
     mean = 1.0 if math.isinf(steps) else length / steps / -math.expm1(length * math.log1p(-min(1 / steps, 1 - 1e-15)))
     return shapes[statistics.mode(index_E.tolist())], mean
@@ -153,7 +150,7 @@ def _times(steps: float) -> tuple[float, ...] | None:
 
 def _full_calls(plan: Plan, steps: float) -> Iterator[tuple[Queue, Call]]:
     """Calls of a plan as the sampler makes them, without end: when rows begin to finish, from the start."""
-    events = make_events(plan, _times(steps), LINEAR)
+    events = make_events(plan, _times(steps))
     model_E = np.zeros(len(events.step_E), dtype=np.int64)
     while True:
         queue, first = Queue(events, model_E, plan.length, plan.n, in_flight=plan.n), True

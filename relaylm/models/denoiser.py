@@ -41,6 +41,7 @@ from relaylm.models.layers import (
     OutputLayer,
     Past,
     SigmaMap,
+    TrunkAndHead,
     block_mask,
     modulate,
     project,
@@ -130,7 +131,7 @@ class Architecture:
         return {key: value for key, value in asdict(self).items() if key not in LATER or value}
 
 
-class Transformer(nn.Module):
+class Transformer(TrunkAndHead, nn.Module):
     """MDLM's denoiser, any depth, width, vocabulary. Parameter names are those of the public checkpoints."""
 
     def __init__(self, architecture: Architecture, dropout: float = 0.0) -> None:
@@ -190,14 +191,6 @@ class Transformer(nn.Module):
             for linear in (block.attn_qkv, block.attn_out, block.mlp[0], block.mlp[2]):
                 linear.to(dtype)
         return self
-
-    def logits(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
-        """Logits (B, L, V) at every position."""
-        return self.head(self.hidden_at(tokens_BL, t_B, None), t_B)
-
-    def logits_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> Tensor:
-        """Logits (B, K, V) at K positions of each row."""
-        return self.head(self.hidden_at(tokens_BL, t_B, positions_BK), t_B)
 
     def hidden_at(
         self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor | None, past: Past | None = None
@@ -292,14 +285,12 @@ class Transformer(nn.Module):
         """The first block's queries, keys and values (V, 3D) of every token id, before rotation; values without their
         bias."""
         block = cast(Block, self.blocks[0])
-        sources = (self.vocab_embed.embedding, block.norm1.weight, block.attn_qkv.weight, block.attn_qkv.bias)
-        return self._derived(
-            "first_qkv",
-            sources,
-            lambda: project(
-                block.norm1(sources[0]), block.attn_qkv.weight, None if sources[3] is None else _but_values(sources[3])
-            ),
-        )
+        embedding, weight, bias = self.vocab_embed.embedding, block.attn_qkv.weight, block.attn_qkv.bias
+
+        def make() -> Tensor:
+            return project(block.norm1(embedding), weight, None if bias is None else _but_values(bias))
+
+        return self._derived("first_qkv", (embedding, block.norm1.weight, weight, bias), make)
 
     def grouped_qkv(self, i: int) -> tuple[Tensor, Tensor | None]:
         """Block i's qkv matrix and bias, but that of the values, in the order that `gemm.rotated` needs."""

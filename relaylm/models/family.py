@@ -1,15 +1,15 @@
-"""Denoisers that may take turns, as one value.
+"""Denoisers that may take turns, as one value, on one device.
 
-A family shares vocabulary, mask, length and tokenizer; `Family` refuses what does not belong together (`compat` has the
-rules). Any denoisers are allowed, a table in a test included. `folder` stores a family. A source is a folder, the
-name of a family that came with the package, or a Hugging Face id; public checkpoints of other formats are sources too,
-which `relaylm.convert` reads.
+A family shares vocabulary, mask, length and tokenizer (`folder` has the rules, and stores a family). Any denoisers are
+allowed, a table in a test included. A source is a folder, the name of a family that came with the package, or a Hugging
+Face id; public checkpoints of other formats are sources too, which `relaylm.convert` reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,17 +18,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from relaylm.core import cost
 from relaylm.core.schedule import Schedule, Spacing
-from relaylm.errors import UserError, meant
-from relaylm.files import backup, read_bytes, read_object
-from relaylm.models.compat import check_known, check_models, other_spelling, pick_device, pick_dtype, place
-from relaylm.models.denoiser import Denoiser, Transformer
+from relaylm.errors import UserError, meant, reason
+from relaylm.files import backup, expand, read_bytes, read_object
+from relaylm.models.denoiser import Architecture, Denoiser, Transformer
 from relaylm.models.folder import (
     CARD,
+    DTYPES,
     HELDOUT,
     MANIFEST,
     PAIRS,
+    check_known,
+    check_models,
+    files_of,
     load_network,
+    place,
     read_manifest,
     refuse_pickles,
     save_family,
@@ -39,6 +44,38 @@ if TYPE_CHECKING:
     from relaylm.core.pairs import PairTable
 
 BUNDLED = Path(__file__).parent / "families"
+
+
+def pick_device(device: str | torch.device) -> torch.device:
+    """The device of that name, which must be present; "auto" is the fastest one."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        chosen = None
+    if chosen is None or chosen.type not in ("cpu", "cuda", "mps"):
+        raise UserError(f"{device!r} is not a device: write auto, cpu, cuda or mps")
+    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}[chosen.type]
+    if not present or (chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count()):
+        raise UserError(f"this machine has no {chosen} that PyTorch can use: write auto or cpu")
+    return chosen
+
+
+def cpu_has_bfloat16() -> bool:
+    """True if this CPU has instructions for products of bfloat16; PyTorch computes them on any, but slowly."""
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # named so from PyTorch 2.6 on
+    return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
+
+
+def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The type the blocks compute in: by default bfloat16 on CUDA, float32 elsewhere."""
+    if dtype is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    chosen = DTYPES.get(str(dtype).removeprefix("torch."))
+    if chosen is None or (chosen == torch.float64 and device.type == "mps"):
+        raise UserError(f"{dtype} cannot be computed in on {device.type}: write float32, bfloat16 or float16")
+    return chosen
 
 
 def bundled() -> list[str]:
@@ -128,12 +165,13 @@ class Family:
         return {name: sum(tensor.numel() for tensor in model.parameters()) for name, model in counted.items()}
 
     def __getitem__(self, name: str) -> Denoiser:
-        name = self.named(name)
-        return self.models[name]
+        return self.models[self.named(name)]
 
     def named(self, name: str) -> str:
         """The name of one of the models; `4b` and `d4` both find the one of four blocks."""
-        name = other_spelling(name, self.models)
+        depth = re.fullmatch(r"d([0-9]+)|([0-9]+)b", name)
+        other = "" if depth is None else f"{depth[1]}b" if depth[1] else f"d{depth[2]}"
+        name = other if name not in self.models and other in self.models else name
         self.check_names((name,))
         return name
 
@@ -313,3 +351,77 @@ def load_family(
         manifest["meta"],
         Stored(folder, manifest, chosen, narrow),
     )
+
+
+def describe(source: str | Path) -> dict[str, Any]:
+    """What `relaylm info` shows of a stored family. Reads family.json and the sizes of the files, not the weights.
+
+    `flops_per_call` is one row through the network with logits at one position, as the exact sampler mostly calls it;
+    `flops_full` has logits at every position, as published samplers do."""
+    folder = locate(source)
+    manifest = read_manifest(folder)
+    length, roles, judge = manifest["length"], manifest["roles"], manifest["judge"]
+    models = {name: _describe_entry(folder, entry, length) for name, entry in manifest["models"].items()}
+    names = sorted(models, key=lambda name: models[name]["flops_per_call"])
+    files = {file: folder / file for file in files_of(manifest)}
+    return {
+        "name": manifest["name"],
+        "folder": str(folder),
+        "length": length,
+        "vocab_size": manifest["vocab_size"],
+        "mask_id": manifest["mask_id"],
+        "tokenizer": manifest["tokenizer"],
+        "roles": {"light": roles["light"] or names[0], "heavy": roles["heavy"] or names[-1]},
+        "models": {name: models[name] for name in names},
+        "judge": None if judge is None else _describe_entry(folder, judge, length),
+        "twins": {name: _describe_entry(folder, entry, length) for name, entry in manifest["twins"].items()},
+        "bytes": _size(files.values()),
+        "missing": [file for file, path in files.items() if not os.path.isfile(path)],
+        "digest": manifest["digest"],
+        "meta": manifest["meta"],
+    }
+
+
+def list_families(*places: str | Path) -> list[dict[str, Any]]:
+    """What `relaylm ls` shows: the bundled families, and those under each of `places` (the current folder if none is
+    given), three folders deep. A folder that cannot be read is listed with its error."""
+    found: dict[Path, str] = {BUNDLED / name: name for name in bundled()}
+    for outer in places or (Path("."),):
+        root = expand(outer)
+        for manifest in sorted(path for depth in range(4) for path in root.glob(f"{depth * '*/'}{MANIFEST}")):
+            hidden = any(part.startswith(".") for part in manifest.relative_to(root).parts)
+            if not hidden and os.path.isfile(manifest) and BUNDLED.resolve() not in manifest.resolve().parents:
+                found.setdefault(manifest.parent, str(manifest.parent))
+    listed = []
+    for folder, source in found.items():
+        entry: dict[str, Any] = {"source": source, "bundled": folder.parent == BUNDLED}
+        try:
+            about = describe(folder)
+            keys = ("name", "length", "vocab_size", "bytes", "missing")
+            entry |= {key: about[key] for key in keys} | {"models": list(about["models"]), "error": None}
+            entry["sizes"] = {name: model["parameters"] for name, model in about["models"].items()}
+        except (UserError, OSError) as error:
+            entry["error"] = str(error) if isinstance(error, UserError) else reason(error)
+        listed.append(entry)
+    return listed
+
+
+def _describe_entry(folder: Path, entry: Mapping[str, Any], length: int) -> dict[str, Any]:
+    a = Architecture(**entry["architecture"])
+    numbers = a.depth, a.width, a.vocab_size, length
+    return {
+        "depth": a.depth,
+        "width": a.width,
+        "heads": a.heads,
+        "parameters": entry["parameters"],
+        "time_conditioning": a.time_conditioning,
+        "block_length": a.block_length,
+        "flops_per_call": cost.call_flops(*numbers, 1, a.mlp_ratio),
+        "flops_full": cost.call_flops(*numbers, None, a.mlp_ratio),
+        "dtype": entry["dtype"],
+        "bytes": _size(folder / file for file in entry["files"]),
+    }
+
+
+def _size(files: Iterable[Path]) -> int:
+    return sum(os.path.getsize(file) for file in files if os.path.isfile(file))

@@ -1,4 +1,7 @@
-"""A family on disk: reading a folder without trusting it, and writing it whole or not at all.
+"""Which models may form a family; and a family on disk, read without trust, written whole or not at all.
+
+Models that take turns along one trajectory read and write the same tokens, so vocabulary size, mask, length and
+tokenizer must agree, and each model needs a name that a schedule can contain.
 
 A family is a folder, format version 1:
 
@@ -21,7 +24,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +32,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from relaylm.errors import UserError
+from relaylm.core import notation
+from relaylm.errors import UserError, meant
 from relaylm.files import expand, read_bytes, read_object, write_folder
-from relaylm.models.compat import (
-    DTYPES,
-    NAME,
-    check_known,
-    check_lengths,
-    check_models,
-    check_name,
-    check_together,
-    place,
-)
 from relaylm.models.denoiser import LATER, Architecture, Denoiser, Transformer, build
 from relaylm.models.tokenizer import Tokenizer, check_unicode, load_tokenizer
 
@@ -54,7 +48,84 @@ LARGEST = {"depth": 10_000, "width": 1 << 20, "vocab_size": 1 << 28, "length": 1
 LARGEST |= {"mlp_ratio": 64, "cond_dim": 1 << 20}
 TAGS = ("masked-diffusion", "diffusion-language-model", "model-schedule")  # of model cards, for the hub
 _KINDS = {int: "a whole number", dict: "an object", str: "text", bool: "true or false"}
-_FILE = re.compile(rf"{NAME.pattern}(?:/{NAME.pattern})*\.safetensors")
+_FILE = re.compile(rf"{notation.name_re.pattern}(?:/{notation.name_re.pattern})*\.safetensors")
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Model names that mean something else in a schedule or in the folder.
+RESERVED = (notation.LIGHT, notation.HEAVY, "light", "heavy", *notation.RESERVED, "judge", "twins")
+
+
+# --------------------------------------------------------------------------------------------------------- the rules
+
+
+def check_models(
+    models: Mapping[str, Denoiser], mask_id: int, vocab_size: int, length: int, tokenizer: Tokenizer | None
+) -> dict[str, Denoiser]:
+    """The models of a family, ordered from light to heavy by the cost of a call; a UserError if they cannot take turns.
+    A denoiser that does not state its cost, vocabulary or length passes."""
+    if not models:
+        raise UserError("a family needs at least one model")
+    for name in models:
+        check_name(name)
+    if not 0 <= mask_id < vocab_size:
+        raise UserError(f"the mask must be one of the family's tokens, 0 to {vocab_size - 1}, not {mask_id}")
+    numbers = {name: (getattr(m, "vocab_size", None), getattr(m, "mask_id", None)) for name, m in models.items()}
+    known = {name: (v, m) for name, (v, m) in numbers.items() if v is not None and m is not None}
+    check_together({**known, "the family": (vocab_size, mask_id)})
+    trained = {name: getattr(model, "architecture", None) for name, model in models.items()}
+    check_lengths({name: a.length for name, a in trained.items() if a is not None}, length)
+    blocks = {name: getattr(model, "block_length", 0) for name, model in models.items()}
+    if len(set(blocks.values())) > 1:
+        found = ", ".join(f"{name} {block or 'none'}" for name, block in blocks.items())
+        raise UserError(f"models that take turns must share the length of their blocks of positions: {found}")
+    if any(length % block for block in blocks.values() if block):
+        raise UserError(f"the length of a family must be whole blocks of {max(blocks.values())}, not {length}")
+    if tokenizer is not None and tokenizer.size > vocab_size:
+        raise UserError(f"the tokenizer has {tokenizer.size} tokens, but the models' vocabulary is {vocab_size}")
+    if tokenizer is not None and mask_id < tokenizer.size and mask_id != tokenizer.mask_id:
+        # Text and free positions would look the same.
+        own = "none" if tokenizer.mask_id is None else tokenizer.mask_id
+        raise UserError(f"the models' mask {mask_id} is an ordinary token of the tokenizer (its own mask token: {own})")
+
+    def weight(model: Denoiser) -> tuple[float, float]:
+        return model.flops(length, 1) if hasattr(model, "flops") else 0.0, getattr(model, "depth", 0)
+
+    return dict(sorted(models.items(), key=lambda item: weight(item[1])))
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that a schedule or a family's folder could not contain."""
+    if not isinstance(name, str) or not notation.name_re.fullmatch(name):
+        raise UserError(f"{name!r} cannot name a model: letters, digits and _.- are allowed, a letter or digit first")
+    if name in RESERVED:
+        raise UserError(f"{name!r} cannot name a model: it is reserved, as are {', '.join(RESERVED)}")
+
+
+def check_known(names: Iterable[str], models: Mapping[str, Any]) -> None:
+    """Refuse a name that no model of the family has."""
+    for name in names:
+        if name not in models:
+            hint = meant(name, [*models, *notation.NAMES[:-1]]) or ":"
+            raise UserError(f"there is no model {name!r} in this family{hint} it has {', '.join(models)}")
+
+
+def check_together(numbers: Mapping[str, tuple[int, int]]) -> None:
+    """Every model must have the first one's vocabulary size and mask id."""
+    (first, expected), *rest = numbers.items()
+    for name, (vocab_size, mask_id) in rest:
+        if (vocab_size, mask_id) != expected:
+            raise UserError(
+                f"{name} has vocabulary {vocab_size} and mask {mask_id}, {first} has {expected[0]} and {expected[1]}: "
+                f"models that take turns must share both"
+            )
+
+
+def check_lengths(trained: Mapping[str, int], length: int) -> None:
+    """No model may be used beyond the length that it was trained for."""
+    if length < 1:
+        raise UserError(f"the length of a family must be at least 1, not {length}")
+    for name, longest in trained.items():
+        if longest < length:
+            raise UserError(f"{name} was trained for length {longest}, but the family's length is {length}")
 
 
 # --------------------------------------------------------------------------------------------------------- reading
@@ -146,6 +217,13 @@ def load_network(
     if architecture.adaln and not architecture.time_conditioning:
         network = network.fold()
     return place(network, device, dtype)
+
+
+def place(network: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """The network on a device; half precision goes to the blocks' matrices alone (`Transformer.cast`)."""
+    if dtype in (torch.float32, torch.float64):
+        return network.to(device, dtype)
+    return network.to(device) if dtype is None else network.to(device, torch.float32).cast(dtype)
 
 
 def _read_tensors(path: Path, digest: str) -> dict[str, Tensor]:

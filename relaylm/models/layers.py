@@ -7,13 +7,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relaylm.kernels import rotate
+
+
+class TrunkAndHead:
+    """A denoiser in two parts: a trunk, `hidden_at`, and a `head` that makes logits of any rows of its output."""
+
+    hidden_at: Any
+    head: Any
+
+    def logits(self, tokens_BL: Tensor, t_B: Tensor) -> Tensor:
+        """Logits (B, L, V) at every position."""
+        logits_BLV: Tensor = self.head(self.hidden_at(tokens_BL, t_B, None), t_B)
+        return logits_BLV
+
+    def logits_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> Tensor:
+        """Logits (B, K, V) at K positions of each row."""
+        logits_BKV: Tensor = self.head(self.hidden_at(tokens_BL, t_B, positions_BK), t_B)
+        return logits_BKV
 
 
 class Norm(nn.Module):

@@ -1,7 +1,7 @@
-r"""Block diffusion: rows written block after block, each block by the sampler as it is (BD3-LM, SDAR, Fast-dLLM v2).
+r"""Rows written in parts, one after the other, each by the sampler as it is: blocks, and windows of long texts.
 
-The network of a block-diffusion model lets a position see its own block of b positions and the blocks before it, so
-with x^k for block k of a row
+**Block diffusion** (BD3-LM, SDAR, Fast-dLLM v2). The network lets a position see its own block of b positions and the
+blocks before it, so with x^k for block k of a row
 
     p(x) = prod_k  p(x^k | x^1, ..., x^{k-1}),
 
@@ -18,6 +18,10 @@ its block instead (`Recomputed`): the same law, computed again in each call.
 Rows go through in groups of one batch, so that the keys and values of no more rows are in memory. A row's noise is
 keyed by the seed, the number of the block, the row and the position in the block.
 
+**Windows** (MDLM's semi-autoregressive continuation). For texts longer than a network was trained on, the first window
+is as long as the network allows; then again and again the last tokens are kept as the beginning of a new window whose
+other `stride` positions are free.
+
 Shapes: n rows, B of a call, L positions, b of a block, P finished ones, K asked for.
 """
 
@@ -33,19 +37,21 @@ import torch
 from torch import Tensor
 
 from relaylm.core.cost import Cost
+from relaylm.errors import UserError
 from relaylm.models.family import Family
-from relaylm.models.layers import Past
+from relaylm.models.layers import Past, TrunkAndHead
 from relaylm.sampling.result import Samples, Trace, joined_rows, total_cost
 
 CPU_CACHE = 1 << 30  # bytes of keys and values, at most
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: what separates the seeds of windows
 
 
-class Cached:
+class Cached(TrunkAndHead):
     """A network inside one block, as a denoiser of that block: what is finished is there as keys and values."""
 
     def __init__(self, network: Any, past: Past | None = None, before: int = 0) -> None:
         self.network, self.past, self.before = network, past, before
-        self.head: Callable[..., Tensor] = network.head
+        self.head = network.head
         self.vocab_size, self.depth = network.vocab_size, network.depth
 
     def of_rows(self, rows_B: Tensor) -> Cached:
@@ -60,14 +66,6 @@ class Cached:
         """The trunk's output (B, K, D) at positions of the block."""
         x_BKD: Tensor = self.network.hidden_at(tokens_Bb, t_B, positions_BK, self.past)
         return x_BKD
-
-    def logits(self, tokens_Bb: Tensor, t_B: Tensor) -> Tensor:
-        """Logits (B, b, V) at every position of the block."""
-        return self.head(self.hidden_at(tokens_Bb, t_B, None), t_B)
-
-    def logits_at(self, tokens_Bb: Tensor, t_B: Tensor, positions_BK: Tensor) -> Tensor:
-        """Logits (B, K, V) at positions of the block."""
-        return self.head(self.hidden_at(tokens_Bb, t_B, positions_BK), t_B)
 
     def after(self, tokens_nX: Tensor, writes: bool) -> Cached:
         """The same network in the block after these tokens. One that does not write only counts them."""
@@ -197,3 +195,40 @@ def _side_by_side(parts: Sequence[Samples], given_nL: np.ndarray, cost: Cost) ->
     trace = Trace(joined(0, step_nL), joined(0, u_nL), joined(-1, model_nL), parts[0].trace.models)
     tokens_nL = np.concatenate([given_nL[:, :before], *(part.tokens for part in parts)], axis=1)
     return replace(parts[0], tokens=tokens_nL, trace=trace, cost=cost, steps=sum(part.steps for part in parts))
+
+
+# ------------------------------------------------------------------------------------------------ windows
+
+
+def window_seed(seed: int, window: int) -> int:
+    """The seed of a window or block; the first one's is the sample's own."""
+    return (seed + window * GOLDEN) % 2**64 if window else seed
+
+
+def continued(
+    run: Callable[[np.ndarray, int], Samples], given: np.ndarray, width: int, length: int, stride: int, seed: int
+) -> Samples:
+    """`length` positions in windows of `width`, each after the first keeping the last width - stride tokens.
+
+    `run(given, seed)` samples a window; `given` (L, or n x L) is what stands in the first. Each window has noise of
+    its own, keyed by `window_seed`: a position of the window before is another position of the text."""
+    if not 1 <= stride < width:
+        raise UserError(f"the stride must be from 1 to {width - 1}, one less than the family's length, not {stride}")
+    if length <= width:
+        raise UserError(f"a stride is for texts longer than the family's length ({width}), but length is {length}")
+    parts = [run(given, window_seed(seed, 0))]
+    tokens_nL, new = parts[0].tokens, [width]
+    while (have := tokens_nL.shape[1]) < length:
+        fresh = min(stride, length - have)
+        kept = tokens_nL[:, have - (width - fresh) :]
+        window = np.concatenate([kept, np.full((len(kept), fresh), -1, dtype=kept.dtype)], axis=1)
+        parts.append(run(window, window_seed(seed, len(parts))))
+        tokens_nL = np.concatenate([tokens_nL, parts[-1].tokens[:, -fresh:]], axis=1)
+        new.append(fresh)
+
+    def join(name: str) -> np.ndarray:
+        return np.concatenate([getattr(p.trace, name)[:, -count:] for p, count in zip(parts, new, strict=True)], axis=1)
+
+    trace = Trace(join("step_nL"), join("u_nL"), join("model_nL"), parts[0].trace.models)
+    steps = max(part.steps for part in parts)  # a rule may find another number of them in each window
+    return replace(parts[0], tokens=tokens_nL, trace=trace, cost=total_cost([part.cost for part in parts]), steps=steps)

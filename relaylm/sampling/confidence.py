@@ -27,8 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relaylm.core.diffusion import LINEAR, Alpha
-from relaylm.core.plan import Plan
+from relaylm.core.plan import LINEAR, Alpha, Plan
 from relaylm.core.schedule import Policy, Schedule
 from relaylm.errors import UserError, checked
 from relaylm.sampling.denoise import Options, denoise, next_call, rows_in_call
@@ -69,47 +68,22 @@ def decode(
         heavy = options.get("heavy") or list(models)[-1]
         cost = replace(samples.cost, flops_reference=reference_flops(models[heavy], plan))
         return replace(samples, schedule=policy_text(policy), changes_law=changes, cost=cost)
-    run = _finished(models, policy, plan, rule, steps, Options(law=law, **options), greedy)
+    if getattr(policy, "wants_logits", False):
+        raise UserError("a policy that wants logits does not go with a rule that looks at logits itself")
+    run = RuleRun(models, followed, plan, rule, times, Options(law=law, **options), greedy).finish()
     return replace(run.samples(began), schedule=policy_text(policy), changes_law=changes)
 
 
 def forced(
-    models: Mapping[str, Any],
-    policy: Policy | Schedule,
-    plan: Plan,
-    rule: Rule,
-    truth_nL: np.ndarray,
-    *,
-    steps: float | None = None,
-    **options: Any,
+    models: Mapping[str, Any], policy: Policy, plan: Plan, rule: Rule, times: Grid, truth_nL: np.ndarray, **options: Any
 ) -> tuple[np.ndarray, Samples]:
     """A rule that looks at no draw, on its way to these rows: each token it writes is the row's own. Returns minus the
     log-probability of each row, in nats, and the run. Without chance in the rule that is exactly the probability that
-    it writes the row, since the row fixes the order."""
+    it writes the row, since the row fixes the order. `policy` and `times` are those of `resolve`."""
     assert rule.bounded and not rule.planned
-    began, options = time.perf_counter(), {"law": Law(), **options}
-    run = _finished(models, policy, plan, rule, steps, Options(**options), False, truth_nL)
+    began = time.perf_counter()
+    run = RuleRun(models, policy, plan, rule, times, Options(law=Law(), **options), False, truth_nL).finish()
     return run.state.nats_n[:-1].cpu().numpy(), run.samples(began)
-
-
-def _finished(
-    models: Mapping[str, Any],
-    policy: Policy | Schedule,
-    plan: Plan,
-    rule: Rule,
-    steps: float | None,
-    options: Options,
-    greedy: bool,
-    truth_nL: np.ndarray | None = None,
-) -> RuleRun:
-    followed, times = resolve(policy, steps, rule)
-    if getattr(policy, "wants_logits", False):
-        raise UserError("a policy that wants logits does not go with a rule that looks at logits itself")
-    run = RuleRun(models, followed, plan, rule, times, options, greedy, truth_nL)
-    with settings(run.device), contextlib.closing(run.graphs):
-        while run.step():
-            pass
-    return run
 
 
 def changes_of(rule: Rule, law: Law, greedy: bool) -> tuple[str, ...]:
@@ -159,7 +133,7 @@ class RuleRun:
         policy: Policy,
         plan: Plan,
         rule: Rule,
-        times: tuple[float, ...] | None,
+        times: Grid,
         options: Options,
         greedy: bool,
         truth_nL: np.ndarray | None = None,
@@ -207,6 +181,13 @@ class RuleRun:
         if made is None or len(self.under_way) >= self.ahead:
             self._receive(self.under_way.popleft())
         return True
+
+    def finish(self) -> RuleRun:
+        """Make all calls."""
+        with settings(self.device), contextlib.closing(self.graphs):
+            while self.step():
+                pass
+        return self
 
     # -------------------------------------------------------------------------------- where each row goes next
 

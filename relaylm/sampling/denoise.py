@@ -24,10 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relaylm.core.diffusion import LINEAR, Alpha
-from relaylm.core.plan import Events, Plan, make_events
+from relaylm.core.plan import LINEAR, Alpha, Events, Plan, events_of_calls, make_events, spaced_events
 from relaylm.core.schedule import Policy, Schedule
-from relaylm.core.spacing import events_of_calls, spaced_events
 from relaylm.errors import UserError, checked, reason
 from relaylm.sampling.engine import Call, Engine, out_of_memory, settings
 from relaylm.sampling.law import Law

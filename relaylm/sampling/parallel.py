@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from relaylm.core.diffusion import LINEAR, Alpha
-from relaylm.core.plan import Plan
+from relaylm.core.plan import LINEAR, Alpha, Plan
 from relaylm.core.schedule import Policy, Schedule
 from relaylm.errors import UserError
 from relaylm.sampling.denoise import Options, begin, next_call

@@ -20,7 +20,6 @@ from relaylm.core.notation import shown
 from relaylm.core.plan import Plan
 from relaylm.core.schedule import MAX_STEPS, Policy, RowState, Schedule, Timetable
 from relaylm.errors import UserError, whole
-from relaylm.models.compat import check_whole
 
 if TYPE_CHECKING:
     from relaylm.sampling.rules import Rule
@@ -88,6 +87,13 @@ def check_request(
     for name, model in models.items():
         if (size := getattr(model, "vocab_size", None)) is not None and plan.given_nL.max() >= size:
             raise UserError(f"token {plan.given_nL.max()} is given, but {name} knows ids 0 to {size - 1} only")
+
+
+def check_whole(models: Mapping[str, Any]) -> None:
+    """Refuse models that write block after block where whole rows are asked for."""
+    for name, model in models.items():
+        if block := getattr(model, "block_length", 0):
+            raise UserError(f"{name} writes one block of {block} positions after another: only sample and bound do so")
 
 
 def policy_text(policy: Policy | Schedule) -> str:

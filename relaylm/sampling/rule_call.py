@@ -24,7 +24,7 @@ from relaylm.kernels import may_stop
 from relaylm.kernels.draw import philox
 from relaylm.sampling.engine import at_rows, features_at
 from relaylm.sampling.law import Drawer, widest_float
-from relaylm.sampling.rules import Rates, Rule, most_sure, rank, remask, spaced_sets
+from relaylm.sampling.rules import Rule, most_sure, rank, remask, spaced_sets
 
 CELLS = 1 << 26  # logits made at once, at most; a larger call's head goes over its places in slices
 ROUNDS = 64  # of rules with sets: more rounds than that for a set, and calls are not captured
@@ -179,7 +179,9 @@ class RuleState:
             token_BL, sure_BL = token_BL.masked_fill(now_BL, self.mask_id), sure_BL.masked_fill(now_BL, -torch.inf)
             if self.reports:
                 self.again_nL[rows_B] |= again_BL
-            usual_B = expected_writes(rates, free_BL)
+            # What such a step writes on average: what the masks lose, and what is masked again.
+            alpha_t, alpha_s, sigma = rates
+            usual_B = ((alpha_s - alpha_t + sigma * alpha_t).expand(free_BL.shape) * free_BL).sum(dim=1)
             found_2B = torch.stack([masked_BL.sum(dim=1).to(self.exact), usual_B + 5 * usual_B.sqrt() + 1])
             facts_2B, k_B = torch.where(looks_B, found_2B, facts_2B), k_B + idle_B
         self.due_nL[rows_B], self.forget_nL[rows_B] = due_BL, forget_BL
@@ -234,12 +236,6 @@ class RuleState:
             drawn.append(token_N)
         drawn_BK, sure_BK, logprob_BK = (torch.cat(parts).view(place_BK.shape) for parts in (drawn, sure, logprob))
         return drawn_BK, sure_BK, logprob_BK
-
-
-def expected_writes(rates: Rates, free_BL: Tensor) -> Tensor:
-    """How many positions of a row a step writes on average: what the masks lose, and what is masked again."""
-    alpha_t, alpha_s, sigma = rates
-    return ((alpha_s - alpha_t + sigma * alpha_t).expand(free_BL.shape) * free_BL).sum(dim=1)
 
 
 def uniforms_at(seed: int, row_B: Tensor, length: int, draw_B: Tensor) -> Tensor:

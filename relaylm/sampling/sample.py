@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from relaylm.core.diffusion import LINEAR, Alpha
-from relaylm.core.plan import make_plan
+from relaylm.core.plan import LINEAR, Alpha, make_plan
 from relaylm.core.schedule import Policy, Schedule, Spacing, Timetable
 from relaylm.errors import UserError, checked, token_rows
 from relaylm.models.family import Family
@@ -127,7 +126,7 @@ def choose_spacing(
             raise UserError("spread chooses the spacing from the number of steps: give spread or a spacing, not both")
         if steps is None or math.isinf(steps):
             raise UserError("spread needs a number of steps: about as many calls are made")
-        from relaylm.core.spacing import spread_over
+        from relaylm.core.plan import spread_over
 
         spacing, steps = spread_over(steps, length), None
     if spacing is None and steps is None and isinstance(policy, Schedule) and policy.takes_spacing:
@@ -241,8 +240,7 @@ def _in_blocks(
 ) -> Samples:
     """Samples written block after block by `run`: whole blocks, of which what was asked for is kept. Callbacks receive
     the rows' own positions, `on_calls` counts blocks."""
-    from relaylm.sampling.blocks import Writing, rows_at_once
-    from relaylm.sampling.windows import window_seed
+    from relaylm.sampling.blocks import Writing, rows_at_once, window_seed
 
     length, block = request.given.shape[-1], family.block_length
     given_nL = np.broadcast_to(request.given, (n, length))
@@ -316,7 +314,7 @@ def sample(
     of token ids with -1 at free positions. `temperature`, `top_p` and `top_k` change the law of the samples and are off
     by default. `rule` is a decoding rule (`relaylm.sampling.rules`), with which `temperature` may be 0 (the likeliest
     tokens); some take a `block_length`. `stride` allows a `length` beyond the family's, written in windows
-    (`relaylm.sampling.windows`). `parallel` finds the same samples in fewer rounds of more calls, so many events of a
+    (`relaylm.sampling.blocks`). `parallel` finds the same samples in fewer rounds of more calls, so many events of a
     row at a time (`relaylm.sampling.parallel`): for few rows, where the time of one matters. A family
     of block diffusion writes block after block; steps, spacing, rule and schedule are then those of one block
     (`relaylm.sampling.blocks`). `stop` cuts each text at its first occurrence,
@@ -384,7 +382,7 @@ def sample(
     elif stride is None:
         samples = run(request.given, seed)
     else:
-        from relaylm.sampling.windows import continued
+        from relaylm.sampling.blocks import continued
 
         samples = continued(run, request.given, family.length, length or 0, stride, seed)
     if streamer is not None:  # the whole first row, once it is written

@@ -28,7 +28,7 @@ from relaylm.measure.metrics import paired_difference as paired
 from relaylm.search.space import SLACK, Choice, Problem, Space
 from relaylm.search.tournament import Candidate, all_heavy, difference, doubt, ranked_rows, rivals_within, unique
 from relaylm.search.trials import Rows
-from relaylm.search.tuner import Tuner, measure_prior
+from relaylm.search.tune import Tuner, measure_prior
 
 GENERATIONS, POPULATION = 12, 16
 SCREENED = 8  # children that are ranked for each that is run

@@ -14,10 +14,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -29,17 +28,14 @@ from relaylm.measure.estimate import announce, announce_calls
 from relaylm.measure.evaluate import Workers, given_rows, open_store
 from relaylm.measure.judge import load_judge
 from relaylm.measure.rivals import one_model
+from relaylm.measure.store import Store
+from relaylm.models.family import Family
 from relaylm.search.evolve import Evolve
 from relaylm.search.exhaustive import Exhaustive
 from relaylm.search.space import SLACK, Problem
-from relaylm.search.stretches import Stopped
+from relaylm.search.tree import Stopped
 from relaylm.search.trials import Trials
-from relaylm.search.tune import ROWS, Tune
-from relaylm.search.tuner import DRAWS
-
-if TYPE_CHECKING:
-    from relaylm.measure.store import Store
-    from relaylm.models.family import Family
+from relaylm.search.tune import DRAWS, ROWS, Tune
 
 METHODS = ("tune", "exhaustive", "evolve")
 DENSITIES = (Fraction(1), Fraction(1, 2), Fraction(1, 4))
@@ -125,7 +121,10 @@ def search(
     if not free_n.all():
         raise UserError("nothing is left to write: a prompt takes all positions")
     total = _steps(length if steps is None else steps, segments)
-    batch = batch_size or _batch_size(family, length)
+    # Independent of n, so that bits stay the same. A quarter of the usual batch is nearly as fast, and is filled by the
+    # few rows of a round.
+    few = max(1, (16_384 if family.device.type == "cuda" else 1024) // length)
+    batch = batch_size or min(family.batch_size(1 << 20, length), few)
     scorer = None if quick else load_judge(judge, family)
     kept = None if quick else open_store(store)  # the bounds take no longer than reading them would
     deadline = None if time_limit is None else began + time_limit
@@ -152,16 +151,10 @@ def search(
         goals = [] if max_loss is not None else limits(problem, budget, light_segments)
         way = Tune(problem, goals, _loss(max_loss), rows, confirm, text, quick)
     found = run(way)
-    about: dict[str, Any] = {"kind": "search", "method": method}
-    about |= {"family": {"name": family.name, "digest": family.digest}, "device": str(family.device)}
-    about |= {"light": light, "heavy": heavy, "models": list(names), "steps": total, "length": int(length)}
-    about |= {
-        "segments": segments,
-        "seed": seed,
-        "judge": scorer and scorer.name,
-        "recipe": recipe,
-        "batch_size": batch,
-    }
+    about: dict[str, Any] = {"kind": "search", "method": method, "device": str(family.device)}
+    about |= {"family": {"name": family.name, "digest": family.digest}, "models": list(names)}
+    about |= {"light": light, "heavy": heavy, "steps": total, "length": int(length), "segments": segments}
+    about |= {"seed": seed, "judge": scorer and scorer.name, "recipe": recipe, "batch_size": batch}
     about |= {"conditional": prompts is not None, "unit": unit, "all_heavy_price": problem.all_heavy}
     notes = [*problem.notes, *([*kept.damage, *kept.repaired] if kept is not None else [])]
     return {**about, **found, "calls": trials.spent.to_json(), "seconds": time.monotonic() - began, "notes": notes}
@@ -180,21 +173,15 @@ def _announce(
     """Say how long the search will take at most, before it begins: samples are counted as all-heavy ones."""
     family, hint = problem.family, "--quick takes far less, --rows, --length and --time-limit make it shorter"
     if quick:
-        return announce_calls(
-            family, "a quick search", 64 * DRAWS * len(problem.models), length, "--length makes it shorter"
-        )
+        calls, hint = 64 * DRAWS * len(problem.models), "--length makes it shorter"
+        return announce_calls(family, "a quick search", calls, length, hint)
     if method == "tune":
         samples = (rows or ROWS) + (confirm or 0)
     else:
         schedules = math.comb(problem.segments, problem.segments // 2) if method == "exhaustive" else 200
-        samples, hint = (
-            schedules * (n or 160) // 10 + (confirm or 1600),
-            "-n, --confirm and --time-limit make it shorter",
-        )
+        samples = schedules * (n or 160) // 10 + (confirm or 1600)
+        hint = "-n, --confirm and --time-limit make it shorter"
     announce(family, f"at most {samples:,} samples", samples * problem.all_heavy, length, batch, hint)
-
-
-# ------------------------------------------------------------------------------------------------ the question
 
 
 def _check_question(
@@ -243,40 +230,32 @@ def _steps(steps: float, segments: int) -> int:
     return int(steps)
 
 
-def _batch_size(family: Family, length: int) -> int:
-    """Independent of n, so that bits stay the same. A quarter of the usual batch is nearly as fast, and is filled by
-    the few rows of a round."""
-    whole = family.batch_size(1 << 20, length)
-    return min(whole, max(1, (16_384 if family.device.type == "cuda" else 1024) // length))
-
-
 def _densities(values: Sequence[Fraction | float | str]) -> tuple[Fraction, ...]:
-    found = []
-    for value in values:
-        try:
-            density = Fraction(value[:-1]) / 100 if isinstance(value, str) and value.endswith("%") else Fraction(value)
-        except (ValueError, ZeroDivisionError):
-            density = Fraction(0)
+    found = tuple(_share(value) for value in values)
+    for value, density in zip(values, found, strict=True):
         if not 0 < density <= 1:
             raise UserError(f"{value!r} is not a density: write shares of a segment's steps, such as 1, 1/2, 25%")
-        found.append(density)
     if 1 not in found:
         raise UserError("densities are shares of a segment's steps, above 0 and up to 1, and 1 is one of them")
-    return tuple(found)
+    return found
 
 
 def _loss(max_loss: str | float | None) -> float | None:
     """The largest difference in log-perplexity; "2%" is log 1.02."""
     if max_loss is None:
         return None
-    try:
-        text = str(max_loss).strip()
-        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 < share < math.inf:
+    if not (share := _share(max_loss)) > 0:
         raise UserError(f"{max_loss!r} is not a loss: write the most perplexity may rise, such as 2% or 0.02")
     return math.log1p(share)
+
+
+def _share(value: Fraction | float | str) -> Fraction:
+    """25%, 1/4 or 0.25; 0 for what is no share."""
+    text = value.strip() if isinstance(value, str) else value
+    try:
+        return Fraction(text[:-1]) / 100 if isinstance(text, str) and text.endswith("%") else Fraction(text)
+    except (ValueError, OverflowError, ZeroDivisionError):
+        return Fraction(0)
 
 
 def budgets(budget: str | float | Sequence[float]) -> list[cost.Budget]:
@@ -310,7 +289,7 @@ def limits(problem: Problem, budget: str | float | Sequence[float] | None, light
     asked = budgets("25%" if budget is None else budget)
     floor = math.fsum(problem.space().price_SO.min(axis=1))
     if problem.spaced:  # all positions at once
-        floor = min(floor, problem.price(replace(one_model(problem.models[0]), spacing=Spacing(1))))
+        floor = min(floor, problem.price(one_model(problem.models[0], Spacing(1))))
     found = [b.limit(all_heavy) for b in asked]
     within = [limit for limit in found if limit * (1 + SLACK) >= floor]
     most = f"at most {1 - floor / all_heavy:.1%} can be saved"

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from scipy.linalg import cho_factor, cho_solve, cholesky, solve_triangular
@@ -46,10 +46,8 @@ from scipy.optimize import minimize_scalar
 from relaylm.core.cost import Price, mean_price
 from relaylm.core.pairs import PairTable
 from relaylm.core.schedule import Schedule, Segment
+from relaylm.models.family import Family
 from relaylm.search.trials import Trials
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
 
 SLACK = 1e-9  # relative rounding error that sums of prices may have
 PLAIN = 16  # segments up to which the minimum is found without a bound

@@ -18,9 +18,7 @@ monotone in the price (`more_is_no_worse`). With the spreads recorded on `wiki-c
 **Allowed loss.** The cheapest candidate whose loss is shown to be within a limit: the upper end of a one-sided 95%
 interval, corrected for the number of candidates, is. All-heavy loses nothing and is always among them.
 
-**Bound.** The same choices by the likelihood bound alone, which needs no samples and no judge.
-
-Shapes: S schedules, n rows, N rows of text.
+Shapes: S schedules, n rows.
 """
 
 from __future__ import annotations
@@ -37,13 +35,11 @@ from scipy.optimize import isotonic_regression
 from scipy.special import stdtrit
 
 from relaylm.core.notation import brief
-from relaylm.core.schedule import Schedule, Segment
+from relaylm.core.schedule import Schedule, Segment, Spacing
 from relaylm.measure import metrics
 from relaylm.measure.metrics import paired_difference as paired
-from relaylm.measure.rivals import steps_within
-from relaylm.measure.schedule_likelihood import BoundTable
+from relaylm.measure.rivals import one_model, steps_within
 from relaylm.search.space import SLACK, Problem
-from relaylm.search.spaced import predicted_bound, spaced_alone
 from relaylm.search.trials import Rows
 
 FIRST_ROUND, RACE_ROUNDS, ALPHA = 8, 8, 0.05
@@ -59,14 +55,16 @@ class Candidate:
     kind: str  # "mixed", "rival" or "anchor"; "candidate" in an exhaustive search
 
 
-def named(problem: Problem, schedule: Schedule, what: str) -> Candidate:
-    """A mixed schedule; or one model alone, which is a rival wherever it comes from."""
-    if len(schedule.segments) > 1:
-        return Candidate(schedule, what, "mixed")
-    if schedule.spacing is not None:
-        return Candidate(schedule, f"{schedule.models[0]} alone, {schedule.spacing}", "rival")
-    fewer = "" if schedule.steps == problem.steps else f" in {schedule.steps} steps"
-    return Candidate(schedule, f"{schedule.models[0]} alone{fewer}", "rival")
+def named(problem: Problem, what: str, *schedules: Schedule | None) -> list[Candidate]:
+    """Mixed schedules; or one model alone, which is a rival wherever it comes from. None is left out."""
+    found = []
+    for schedule in (schedule for schedule in schedules if schedule is not None):
+        fewer = "" if schedule.steps == problem.steps else f" in {schedule.steps} steps"
+        how = fewer if schedule.spacing is None else f", {schedule.spacing}"
+        mixed = len(schedule.segments) > 1
+        alone = Candidate(schedule, f"{schedule.models[0]} alone{how}", "rival")
+        found.append(Candidate(schedule, what, "mixed") if mixed else alone)
+    return found
 
 
 def all_heavy(problem: Problem) -> Candidate:
@@ -114,14 +112,21 @@ def by_hand(problem: Problem, limit: float) -> list[Candidate]:
     """`light_first` for each of LIGHT_FIRST, where steps may be larger than those of the full grid. Few rows say little
     about single segments at the masked end, so the tuner alone finds these too rarely."""
     found = [light_first(problem, limit, part) for part in LIGHT_FIRST if len(problem.densities) > 1]
-    return [named(problem, schedule, "light first, then fewer steps") for schedule in found if schedule is not None]
+    return named(problem, "light first, then fewer steps", *found)
+
+
+def spaced_alone(problem: Problem, model: str, limit: float) -> Schedule | None:
+    """One model with the largest spacing below the length that is within a limit; None if no spacing is."""
+    if not problem.spaced:
+        return None
+    return _largest(problem, lambda d: one_model(model, Spacing(d)), limit, 1, max(1, problem.length - 1))
 
 
 def rivals_within(problem: Problem, limit: float) -> list[Candidate]:
     """Each model alone, in as many steps as the limit allows, and the sandwich."""
     alone = [_largest(problem, partial(problem.alone, m), limit, 1, problem.steps) for m in problem.models[::-1]]
     alone += [spaced_alone(problem, m, limit) for m in problem.models[::-1]]
-    found = [named(problem, schedule, "") for schedule in alone if schedule is not None]
+    found = named(problem, "", *alone)
     if len(problem.models) > 1 and (sandwich := sandwich_within(problem, limit)) is not None:
         found.append(Candidate(sandwich, "sandwich", "rival"))
     return found
@@ -341,50 +346,6 @@ def _cheapest(
     return [chosen], {"basis": "all candidates on the same fresh rows", "verdict": line}
 
 
-def by_the_bound(
-    problem: Problem,
-    table: BoundTable,
-    candidates: Sequence[Candidate],
-    limits: Sequence[float],
-    max_loss: float | None,
-) -> dict[str, Any]:
-    """The choice by the likelihood bound alone, where an allowed loss is one of the bound, in nats for a token.
-    All-heavy comes first."""
-    bounds = [predicted_bound(problem, table, c.schedule) for c in candidates]
-    nats_SN = np.stack([bound.nats_N for bound in bounds]) / table.length
-    rows = [
-        {**about(problem, c), "bits": bound.bits, "against_heavy": paired(nats_N, nats_SN[0])}
-        for c, bound, nats_N in zip(candidates, bounds, nats_SN, strict=True)
-    ]
-
-    def within(limit: float) -> list[int]:
-        return [s for s, row in enumerate(rows) if row["price"] <= limit * (1 + SLACK)]
-
-    if max_loss is None:
-        best = [min(within(limit), key=lambda s: rows[s]["bits"]) for limit in limits]
-        chosen = best[len(limits) // 2]
-    else:
-        best = []
-        small = [s for s, row in enumerate(rows) if row["against_heavy"]["difference"] <= max_loss]
-        chosen = min(small, key=lambda s: rows[s]["price"])
-    front = [{"limit": limit, **rows[s]} for limit, s in zip(limits, best, strict=False) if len(limits) > 1]
-    for s, row in enumerate(rows):
-        row["recommended"] = s == chosen
-    row, others = rows[chosen], [s for s in within(rows[chosen]["price"]) if s != chosen]
-    alike = sum(not paired(nats_SN[s], nats_SN[chosen])["differs"] for s in others)
-    line = (
-        f"{use(problem, row)}, by the likelihood bound alone: {row['saved']:.1%} saved, "
-        f"{difference(row['against_heavy'], ' nats a token against all-heavy')}; "
-        f"{alike} of {len(others)} others that cost no more do not differ significantly. Sampling may disagree."
-    )
-    rows.sort(key=lambda row: row["bits"])
-    words = {"basis": "the likelihood bound alone", "verdict": line}
-    return {**recommended(problem, candidates[chosen]), "bounds": rows, "front": front, "confirmed": [], **words}
-
-
-# ------------------------------------------------------------------------------------------------ pieces of results
-
-
 def about(problem: Problem, candidate: Candidate) -> dict[str, Any]:
     """What a candidate is."""
     return {"what": candidate.what, "kind": candidate.kind, **problem.about(candidate.schedule)}
@@ -410,10 +371,10 @@ def heavy_scores(problem: Problem, candidates: Sequence[Candidate], log_Sn: np.n
 def summary(problem: Problem, name: str, schedule: Schedule, log_n: np.ndarray) -> dict[str, Any]:
     """A schedule's price and mean perplexity, with intervals."""
     log_n = log_n[np.isfinite(log_n)]
-    ppl, low, high = (float(v) for v in metrics.skewed_mean_interval(np.exp(log_n)))
-    log = metrics.mean_estimate(log_n)
-    means = {"ppl": ppl, "ppl_ci": [metrics.finite(low), metrics.finite(high)]}
-    return {"name": name, **problem.about(schedule), **means, "log_ppl": log.value, "log_ppl_ci": log.ci}
+    means = metrics.mean_estimate(np.exp(log_n), skewed=True).named("ppl") | metrics.mean_estimate(log_n).named(
+        "log_ppl"
+    )
+    return {"name": name, **problem.about(schedule), **means}
 
 
 def ranked_rows(problem: Problem, candidates: Sequence[Candidate], log_Sn: np.ndarray) -> list[dict[str, Any]]:

@@ -16,7 +16,8 @@ The time axis is cut where any schedule changes its model and where grids begin 
 next (a *level*) all distinct (row, tokens, steps, model) of all schedules run together, through the sampler's own queue
 and in the call shapes that a run of each schedule by itself would use: the results are the bits of independent runs in
 batches of the same size. A level is run in pieces, and each can be kept (`save`) and taken back (`load`), so a run that
-was interrupted continues after its last finished piece.
+was interrupted continues after its last finished piece. A *stretch* is what one model does to a row from one cut to the
+next.
 
 Shapes: S schedules, n rows, L positions, K models, T steps, E events of all grids; U distinct states (a row's number
 and its tokens), M of them at work in a level, m in a piece, F positions written.
@@ -24,29 +25,35 @@ and its tokens), M of them at work in a level, m in a piece, F positions written
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
-from relaylm.core.diffusion import LINEAR
-from relaylm.core.plan import Events, Plan, make_events, make_plan
+from relaylm.core.plan import Events, Plan, make_events, make_plan, spaced_events
 from relaylm.core.schedule import Schedule, Spacing, Timetable
-from relaylm.core.spacing import spaced_events
-from relaylm.errors import UserError
+from relaylm.measure.store import content_key
+from relaylm.models.family import Family
+from relaylm.sampling.denoise import next_call
+from relaylm.sampling.engine import Call, Engine, settings
+from relaylm.sampling.law import Law
 from relaylm.sampling.policy import check_request
+from relaylm.sampling.queue import Queue
 from relaylm.sampling.result import flops_of_calls
 from relaylm.sampling.sample import checked_given
-from relaylm.search.stretches import Engines, Runner, Stretch, kept_engine
 
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
-
+Engines = dict[tuple[int, int, int], Engine]  # by rows, length and seed
 PIECE = 64  # batches' worth of rows that are run and kept together
+
+
+class Stopped(Exception):
+    """Sampling was asked to stop. What was saved until then is not lost."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,6 @@ class Grown:
     network_calls: int  # batches sent to networks in this run
     padded_calls: int  # empty places in them
     batch_size: int  # at the end: smaller than asked for if memory ran out
-    seconds: float
 
     @property
     def tokens_SnL(self) -> np.ndarray:
@@ -75,16 +81,13 @@ class Grown:
 
 def grow(
     family: Family,
-    schedules: Sequence[str | Schedule],
+    schedules: Sequence[Schedule],
     n: int,
     *,
-    steps: float | Sequence[float | None] | None = None,
     seed: int = 0,
     given: np.ndarray | None = None,
     first_row: int = 0,
     batch_size: int | None = None,
-    light: str | None = None,
-    heavy: str | None = None,
     on_calls: Callable[[int, int], None] | None = None,
     stop: Callable[[], bool] | None = None,
     load: Callable[[str], dict[str, Any] | None] | None = None,
@@ -93,35 +96,27 @@ def grow(
 ) -> Grown:
     """Rows first_row to first_row + n - 1 under every schedule, as `sample` would give them in batches of that size.
 
-    `steps` is T for all schedules or one for each (None: its own count, else the length; none for a spaced schedule);
-    `given` as in `sample`.
+    Schedules have models' names in them, and are in counts of steps or spaced; `given` as in `sample`.
     `on_calls(done, total)` receives row-calls of the prefix tree; rows that merge count as done. `stop` is asked
     before each network call; if it returns True, Stopped is raised. `save(key, record)` receives each finished piece of
     work as plain JSON values, and `load(key)` is asked for it first (None: not there). The key covers the rows, their
     tokens and noise, the steps, models' names and the batch size; a store must add the models' weights, and the device
     and versions that fix the bits. `engines` keeps engines, and what they captured on the device, from one call to the
-    next with the same family. Memory goes with the number of distinct states, at most S x n x L numbers of the smallest
-    type that holds a token: for large n go by ranges of rows."""
-    began = time.perf_counter()
-    if not schedules:
-        raise UserError("there is nothing to grow: name at least one schedule")
-    light, heavy = family.roles(light, heavy)
+    next. Memory goes with the number of distinct states, at most S x n x L numbers of the smallest type that holds a
+    token: for large n go by ranges of rows."""
     given = np.full(family.length, -1) if given is None else checked_given(given, n, family.length)
     plan = make_plan(n, given.shape[-1], seed, given, first_row)
-    each = [steps] * len(schedules) if steps is None or isinstance(steps, int | float) else list(steps)
-    if len(each) != len(schedules):
-        raise UserError(f"there are {len(schedules)} schedules but {len(each)} numbers of steps")
-    bound = [family.bind(item, light, heavy) for item in schedules]
-    tables = [_grid(item, T, plan.length, bound) for item, T in zip(bound, each, strict=True)]
-    used = {name for table in tables for name in table.models}
-    check_request({name: family.models[name] for name in used}, plan, family.mask_id, batch_size)
-    batch = batch_size or family.batch_size(n * len(tables), plan.length)
-    tree = _Tree(family, tables, plan)
+    grids = [_grid(schedule, schedules) for schedule in schedules]
+    used = {name: family[name] for grid in grids for name in grid.models}
+    check_request(used, plan, family.mask_id, batch_size)
+    batch = batch_size or family.batch_size(n * len(grids), plan.length)
+    tree = _Tree(family, grids, plan)
     most = PIECE * batch  # rows of a piece; an engine that is kept has places for as many
-    engine = kept_engine(family, plan, min(n * len(tables), most) if engines is None else most, engines)
-    runner = Runner(family, plan, tree.events, engine, batch, stop, load, save)
+    if engines is None:
+        most, engines = min(n * len(grids), most), {}
+    runner = Runner(family, plan, tree.events, kept_engine(family, plan, most, engines), batch, stop, load, save)
     final_UL, which_Sn = tree.climb(runner, on_calls)
-    known = tree.flops_KE is not None
+    known = not math.isnan(tree.flops_made)
     return Grown(
         family.names,
         final_UL,
@@ -135,11 +130,12 @@ def grow(
         runner.network_calls,
         runner.padded_calls,
         runner.batch,
-        time.perf_counter() - began,
     )
 
 
-def grow_rows(family: Family, schedules: Sequence[Any], first_row: int, rows: int, options: dict[str, Any]) -> Grown:
+def grow_rows(
+    family: Family, schedules: Sequence[Schedule], first_row: int, rows: int, options: dict[str, Any]
+) -> Grown:
     """A range of rows under many schedules that share their work, as `grow` gives them: the task of a worker."""
     return grow(family, schedules, rows, first_row=first_row, **options)
 
@@ -156,23 +152,36 @@ class _Grid(Timetable):
         return self.times, self.spacing
 
 
-def _grid(schedule: Schedule, steps: float | None, length: int, others: Sequence[Schedule]) -> _Grid:
+def _grid(schedule: Schedule, others: Sequence[Schedule]) -> _Grid:
     """The grid of a schedule; of a spaced one it has all ends of segments of the others with its spacing."""
-    if schedule.spacing is not None:
-        if steps is not None:
-            raise UserError(f"{schedule.spacing} decides what each call writes: leave out the number of steps")
-        ends = {end for other in others if other.spacing == schedule.spacing for end in other.ends}
-        times = (1.0, *sorted(ends, reverse=True))
-        return _Grid(tuple(schedule.model_at(t) for t in times[:-1]), times, schedule.spacing)
-    if steps is None:
-        steps = length if schedule.steps is None else schedule.steps
-    if math.isinf(steps) or steps != int(steps):
-        raise UserError(f"shared trajectories need a whole number of steps, not {steps}")
-    table = schedule.timetable(int(steps))
-    return _Grid(table.models, table.times)
+    if schedule.spacing is None:
+        table = schedule.timetable()
+        return _Grid(table.models, table.times)
+    ends = {end for other in others if other.spacing == schedule.spacing for end in other.ends}
+    times = (1.0, *sorted(ends, reverse=True))
+    return _Grid(tuple(schedule.model_at(t) for t in times[:-1]), times, schedule.spacing)
 
 
 # ------------------------------------------------------------------------------------------------ levels
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps of a grid from one cut to the next, under one model."""
+
+    times: tuple[float, ...]
+    spacing: Spacing | None
+    model: int
+    begin_n: np.ndarray  # each row's first event, among those of all grids
+    end_n: np.ndarray  # the one after its last
+    flops_n: np.ndarray  # operations of those events; NaN if a denoiser does not say
+    members: list[int]  # schedules that make these steps
+    prefixes: int  # nodes of the prefix tree that these schedules are at before
+
+    @property
+    def calls_n(self) -> np.ndarray:
+        """Calls of each row."""
+        return self.end_n - self.begin_n
 
 
 class _Tree:
@@ -182,7 +191,7 @@ class _Tree:
         self.family, self.tables, self.plan = family, tables, plan
         grids = list({table.key: table for table in tables}.values())
         parts = [
-            make_events(plan, grid.times, LINEAR) if grid.spacing is None else spaced_events(plan, grid.spacing)
+            make_events(plan, grid.times) if grid.spacing is None else spaced_events(plan, grid.spacing)
             for grid in grids
         ]
         self.events = _side_by_side(parts)
@@ -204,15 +213,13 @@ class _Tree:
         self.flops_made, self.merged = 0.0, 0
         self.levels = self._levels()
 
-    def _flops(self) -> np.ndarray | None:
-        """(K, E + 1): operations of all events before one, had model k made them; None if a denoiser does not say."""
+    def _flops(self) -> np.ndarray:
+        """(K, E + 1): operations of all events before one, had model k made them; NaN if a denoiser does not say."""
         models, count_E = list(self.family.models.values()), self.events.count_E
         flops_KE = np.zeros((len(models), len(count_E) + 1))
         for k in range(len(models)):
             flops_E = flops_of_calls(models, np.full(len(count_E), k), count_E, self.plan.length)
-            if flops_E is None:
-                return None
-            np.cumsum(flops_E, out=flops_KE[k, 1:])
+            flops_KE[k, 1:] = math.nan if flops_E is None else np.cumsum(flops_E)
         return flops_KE
 
     def _levels(self) -> list[list[Stretch]]:
@@ -232,9 +239,7 @@ class _Tree:
             for (times, spacing, model), users in begins[t].items():
                 s, first, last = users[0]
                 begin_n, end_n = (self.first[self.tables[s].key][:, k] for k in (first, last))
-                flops_n = np.zeros(self.plan.n)
-                if self.flops_KE is not None:
-                    flops_n = self.flops_KE[model, end_n] - self.flops_KE[model, begin_n]
+                flops_n = self.flops_KE[model, end_n] - self.flops_KE[model, begin_n]
                 members = [s for s, _, _ in users]
                 prefixes = len({node_S[s] for s in members})
                 level.append(Stretch(times, spacing, model, begin_n, end_n, flops_n, members, prefixes))
@@ -325,3 +330,118 @@ def _distinct(row_M: np.ndarray, tokens_ML: np.ndarray) -> tuple[np.ndarray, np.
     keys_M = together.view(np.dtype((np.void, together.shape[1]))).reshape(-1)
     _, first_U, same_M = np.unique(keys_M, return_index=True, return_inverse=True)
     return row_M[first_U], tokens_ML[first_U], same_M.reshape(-1)
+
+
+# ------------------------------------------------------------------------------------------------ running stretches
+
+
+def _ranges(begin_m: np.ndarray, end_m: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers from begin up to end of each item, one item after the other, and the item that each belongs to."""
+    count_m = end_m - begin_m
+    item = np.repeat(np.arange(len(begin_m)), count_m)
+    return item, np.arange(len(item)) + np.repeat(begin_m - np.cumsum(count_m) + count_m, count_m)
+
+
+def kept_engine(family: Family, plan: Plan, places: int, engines: Engines) -> Engine:
+    """An engine with so many rows, from `engines` if it is there."""
+    key = (places, plan.length, plan.seed)
+    if key not in engines:
+        masked = np.full((places, plan.length), -1)
+        empty = Plan(plan.seed, np.zeros(places, dtype=np.int64), masked, np.zeros(masked.shape))
+        engines[key] = Engine(list(family.models.values()), empty, family.mask_id, Law(), family.device)
+    return engines[key]
+
+
+@dataclass
+class Runner:
+    """Runs stretches of rows through the networks, piece by piece, on one engine."""
+
+    family: Family
+    plan: Plan
+    events: Events
+    engine: Engine
+    batch: int
+    stop: Callable[[], bool] | None
+    load: Callable[[str], dict[str, Any] | None] | None
+    save: Callable[[str, dict[str, Any]], object] | None
+    network_calls: int = 0
+    padded_calls: int = 0
+
+    def run(
+        self,
+        work: list[tuple[Stretch, np.ndarray]],
+        row_U: np.ndarray,
+        tokens_UL: np.ndarray,
+        report: Callable[[int], None],
+    ) -> np.ndarray:
+        """The tokens of each of these states at the end of its stretch."""
+        stretches = [stretch for stretch, _ in work]
+        states_M = np.concatenate([states for _, states in work])
+        which_M = np.repeat(np.arange(len(work)), [len(states) for _, states in work])
+        begin_M = np.concatenate([stretch.begin_n[row_U[states]] for stretch, states in work])
+        end_M = np.concatenate([stretch.end_n[row_U[states]] for stretch, states in work])
+        rows_M, tokens_ML = self.plan.rows_n[row_U[states_M]], tokens_UL[states_M]
+        model_M = np.array([stretch.model for stretch in stretches])[which_M]
+        start_E1 = np.append(self.events.start_E, len(self.events.positions_F))
+        places = len(self.engine.state_nL) - 1
+        for start in range(0, len(states_M), places):
+            piece = slice(start, start + places)
+            rows_m, tokens_mL, begin_m, end_m = rows_M[piece], tokens_ML[piece], begin_M[piece], end_M[piece]
+            item_F, at_F = _ranges(start_E1[begin_m], start_E1[end_m])
+            position_F = self.events.positions_F[at_F]
+            content = (stretches, which_M[piece], rows_m, tokens_mL)
+            record = None if self.load is None else self.load(self._key(*content))
+            if record is None:
+                self._run(rows_m, tokens_mL, begin_m, end_m, model_M[piece], report)
+                index = (torch.from_numpy(x).to(self.engine.device) for x in (item_F, position_F))
+                token_F = self.engine.state_nL[tuple(index)].cpu().numpy().astype("<u4")
+                if self.save is not None:  # the batch, which is in the key, may have become smaller
+                    packed = base64.b64encode(token_F.tobytes()).decode()
+                    self.save(self._key(*content), {"kind": "tree", "tokens": packed})
+            else:
+                token_F = np.frombuffer(base64.b64decode(record["tokens"]), dtype="<u4")
+                report(int((end_m - begin_m).sum()))
+            tokens_ML[start + item_F, position_F] = token_F
+        return tokens_ML
+
+    def _key(self, stretches: list[Stretch], which_m: np.ndarray, rows_m: np.ndarray, tokens_mL: np.ndarray) -> str:
+        content = hashlib.sha256()
+        for array in (which_m - which_m[0], rows_m, tokens_mL):
+            content.update(np.ascontiguousarray(array).astype("<i8").tobytes())
+        what: list[list[Any]] = []
+        for stretch in (stretches[j] for j in np.unique(which_m)):
+            spacing = [] if stretch.spacing is None else [str(stretch.spacing)]
+            what.append([list(stretch.times), self.family.names[stretch.model], *spacing])
+        return content_key("tree", what, content.hexdigest(), self.plan.seed, list(tokens_mL.shape), self.batch)
+
+    def _run(
+        self,
+        rows_m: np.ndarray,
+        tokens_mL: np.ndarray,
+        begin_m: np.ndarray,
+        end_m: np.ndarray,
+        model_m: np.ndarray,
+        report: Callable[[int], None],
+    ) -> None:
+        """Make the calls of a piece. What comes out is in the engine's first rows."""
+        item_E, index_E = _ranges(begin_m, end_m)
+        ptr_m1 = np.concatenate([[0], np.cumsum(end_m - begin_m)])
+        flat = [field.name for field in fields(Events) if field.name.endswith("_E")]
+        own = replace(self.events, row_ptr_n1=ptr_m1, **{name: getattr(self.events, name)[index_E] for name in flat})
+        queue = Queue(own, model_m[item_E], self.plan.length, self.batch)
+        self.engine.load(rows_m, tokens_mL)
+
+        def make(call: Call) -> None:
+            if self.stop is not None and self.stop():
+                raise Stopped
+            self.engine.run(call)
+
+        with settings(self.engine.device):
+            while (made := next_call(queue, make, self.engine.release)) is not None:
+                call, _ = made
+                queue.advance(call)
+                self.network_calls += 1
+                self.padded_calls += call.shape.rows - len(call.rows_R)
+                report(len(call.rows_R))
+        self.batch = queue.batch
+        self.engine.drawer.check()

@@ -27,28 +27,23 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from relaylm.console import progress_bar
 from relaylm.core.cost import SPACED_PLANS, spaced_sizes
-from relaylm.core.plan import make_events, make_plan
+from relaylm.core.plan import make_events, make_plan, spaced_events
 from relaylm.core.schedule import Schedule, Spacing
-from relaylm.core.spacing import spaced_events
 from relaylm.errors import UserError
 from relaylm.measure.evaluate import Workers, array_hash, cached, check_storable, conditions, judge_rows, model_key
 from relaylm.measure.judge import Judge, log_perplexity
 from relaylm.measure.store import Store, content_key
-from relaylm.sampling.engine import out_of_memory
+from relaylm.models.family import Family
+from relaylm.sampling.engine import Engine, out_of_memory
 from relaylm.sampling.result import Samples
 from relaylm.sampling.sample import sample
-from relaylm.search.stretches import Stopped
-from relaylm.search.tree import Grown, grow, grow_rows
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
-    from relaylm.sampling.engine import Engine
+from relaylm.search.tree import Grown, Stopped, grow, grow_rows
 
 LEAST_CHUNK = 16  # rows
 FULL_BATCHES = 16  # of rows under all schedules in a chunk: enough to fill batches, few enough to share among workers
@@ -153,7 +148,7 @@ class Trials:
         self, schedule: Schedule, first: int, n: int, on_calls: Callable[[int, int], None] | None = None
     ) -> Samples:
         """An independent run of a range of rows."""
-        options = {**self._options, "given": self.given(first, n), "on_calls": on_calls}
+        options = {**self._options, "given": self.given(first, n), "heavy": self.heavy, "on_calls": on_calls}
         return sample(self.family, schedule, n, first_row=first, **options)
 
     def check(self, schedule: Schedule, first: int, rows: int) -> bool:
@@ -162,7 +157,7 @@ class Trials:
 
         def alone() -> dict[str, Any]:
             with self._bar("checking", rows * self.expected_calls([schedule])) as bar:
-                samples = self.sample(schedule, first, rows, lambda done, _: bar.update(done - bar.n))
+                samples = self.sample(schedule, first, rows, bar.report)
             return {"kind": "alone", "schedule": str(schedule), "tokens": array_hash(samples.tokens.astype("<i4"))}
 
         record = cached(self.store, ["alone", self.base, law, first, rows], alone, self.fresh)
@@ -186,7 +181,10 @@ class Trials:
         given_nL = self.given(first, n)
         plan = make_plan(n, given_nL.shape[1], self.seed, given_nL, first)
         events = make_events(plan, times) if spacing is None else spaced_events(plan, spacing)
-        return _by_stage(events.t_E, times)
+        stage_E = (
+            np.searchsorted(-np.asarray(times), -events.t_E, side="right") - 1
+        )  # from a time, included, to the next
+        return np.bincount(stage_E, minlength=len(times) - 1)
 
     def expected_calls(self, schedules: Sequence[Schedule]) -> float:
         """Mean row-calls of one row under all of the schedules together, with shared beginnings. Rows that merge after
@@ -224,7 +222,7 @@ class Trials:
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"seed": self.seed, "batch_size": self.batch, "heavy": self.heavy}
+        return {"seed": self.seed, "batch_size": self.batch}
 
     def _chunks(self, schedules: Mapping[str, Schedule], rows: Sequence[int]) -> Iterator[Chunk]:
         """Stretches of rows under schedules, cut evenly."""
@@ -379,11 +377,6 @@ def _stages(schedule: Schedule) -> tuple[tuple[str, ...], tuple[float, ...]]:
         table = schedule.timetable()
         return table.models, table.times
     return tuple(segment.model for segment in schedule.segments), (1.0, *schedule.ends)
-
-
-def _by_stage(t_E: np.ndarray, times: Sequence[float]) -> np.ndarray:
-    """How many of these times lie from each time of a grid, included, down to the next."""
-    return np.bincount(np.searchsorted(-np.asarray(times), -t_E, side="right") - 1, minlength=len(times) - 1)
 
 
 def _check_record(record: Mapping[str, Any]) -> None:

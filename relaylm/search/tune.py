@@ -14,14 +14,14 @@ measure next, in five stages. Each may spend a share of the calls, in expectatio
 3. **Proposals.** In each of a few rounds the model proposes schedules within the budget: the exact minimum of its mean,
    and of draws from its posterior (Thompson sampling), which explore where the model is unsure. They are measured, and
    the model is fitted again. What it predicted of schedules before they were measured is reported as its error.
-   Schedules on spaced plans are proposed by their predicted likelihood (`spaced`).
+   Schedules on spaced plans are proposed by their predicted likelihood (`bounds`).
 4. **Race.** The best proposals, schedules allocated step by step by the bound, a few made by hand, and equal-compute
    rivals are measured on fresh rows, in rounds that drop what is shown to be worse (`tournament.race`).
 5. **Confirmation.** The finalists are measured on rows that chose nothing; only these figures are reported.
 
 With several budgets, or a loss that must not be exceeded, stages 4 and 5 are replaced by one: candidates for a ladder
 of prices, all measured on the same fresh rows (`tournament.ladder`). A quick search stops after the prior and chooses
-by the bound (`tournament.by_the_bound`). All decisions follow from the seed and the scores, so a search that was
+by the bound (`bounds.by_the_bound`). All decisions follow from the seed and the scores, so a search that was
 stopped continues from a store as if it had not been.
 
 Shapes: S segments, O options, N measured schedules, n rows, T steps, K models.
@@ -29,28 +29,196 @@ Shapes: S segments, O options, N measured schedules, n rows, T steps, K models.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from relaylm.core.schedule import Schedule, Segment
+from relaylm.core.schedule import Schedule
+from relaylm.errors import UserError
+from relaylm.measure.evaluate import cached
 from relaylm.measure.metrics import paired_difference as paired
-from relaylm.measure.schedule_likelihood import step_costs
+from relaylm.measure.schedule_likelihood import BoundTable, measure_table, step_costs
 from relaylm.search import tournament
-from relaylm.search.space import SLACK, Choice, Problem, best
-from relaylm.search.spaced import spaced_mixed
+from relaylm.search.bounds import allocated, by_the_bound, spaced_mixed
+from relaylm.search.space import SLACK, Choice, Fit, Problem, Space, best, fit
 from relaylm.search.tournament import FIRST_ROUND, Candidate, all_heavy, by_hand, named, rivals_within, unique
 from relaylm.search.trials import Rows
-from relaylm.search.tuner import MOST_ROWS, SHARES, Tuner, ablate, ablation_rows, measure_prior
 
 ROWS = 3300  # just under a tenth of 210 schedules times 160 rows
+SHARES = {"ablations": 0.2, "proposals": 0.3, "race": 0.35, "confirmation": 0.15}  # of the calls
+MOST_ROWS = 128  # for ablations, and for a round of proposals
+PRIOR_FIRST_ROW = 1 << 31  # of the samples that the prior is measured on, far from all others
+DRAWS = 8  # of the mask, for a row of the prior
 ROUNDS, PROPOSALS = 5, 8  # of stage 3
 CONFIRM = 1600  # rows at most
-MOST_RUNS = 5  # of one model, in schedules allocated step by step
+
+
+@dataclass
+class Tuner:
+    """What a search knows: the bound, the schedules that were measured, and the model fitted to them."""
+
+    problem: Problem
+    space: Space
+    rows: Rows
+    prior_SO: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    table: BoundTable | None = None
+    choices: dict[Choice, Schedule] = field(default_factory=dict)  # measured
+    mixes: dict[Schedule, np.ndarray] = field(default_factory=dict)  # these and others, in the model's terms
+    held_out: list[dict[str, Any]] = field(default_factory=list)  # predictions of schedules before they were measured
+    fit: Fit | None = None
+    stages: dict[str, Any] = field(default_factory=dict)
+
+    def know(self, schedule: Schedule) -> bool:
+        """Learn from this schedule's rows from here on; False if the model cannot express it."""
+        unknown = schedule not in self.mixes and schedule.spacing is None
+        if unknown and (mix_SO := self.space.mix(schedule)) is not None:
+            self.mixes[schedule] = mix_SO
+        return schedule in self.mixes
+
+    def predict(self, schedules: Sequence[Schedule]) -> np.ndarray:
+        """The model's losses of schedules that it knows."""
+        assert self.fit is not None
+        return self.fit.predict(np.stack([self.mixes[schedule] for schedule in schedules]))
+
+    def measured(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Mixes of the schedules that were measured, their mean losses against all-heavy over all rows that both have,
+        and standard errors, with a variance that is shrunk towards the common one where rows are few."""
+        heavy = self.problem.trials.known(self.problem.alone(self.problem.heavy))
+        found = []
+        for schedule, mix_SO in self.mixes.items():
+            known = self.problem.trials.known(schedule)
+            d_n = np.array([known[r] - heavy[r] for r in sorted(known.keys() & heavy.keys())])
+            d_n = d_n[np.isfinite(d_n)]
+            if len(d_n) > 1 and mix_SO[:, 1:].any():  # all-heavy itself says nothing
+                found.append((mix_SO, float(d_n.mean()), float(d_n.var(ddof=1)), len(d_n)))
+        mixes, mean_N, var_N, n_N = (np.array(each) for each in zip(*found, strict=True))
+        return mixes, mean_N, np.sqrt((var_N * (n_N - 1) + var_N.mean() * 8) / (n_N + 7) / n_N)
+
+    def learn(self) -> Fit:
+        """Fit the model to all that was measured."""
+        self.fit = fit(self.space, self.prior_SO, *self.measured())
+        return self.fit
+
+    def options(self, models: Sequence[str], uniform: bool) -> list[int]:
+        """Options of these models, on the full grid alone or in fewer steps too."""
+        return [o for o, (m, d) in enumerate(self.space.options) if m in models and (d == 1 or not uniform)]
+
+    def guess(self, limit: float, allowed: Sequence[int] | None = None, w_F: np.ndarray | None = None) -> Choice | None:
+        """The best choice within a limit by the model, at coefficients `w_F`; by the prior before there is a model."""
+        single_SO, pair_SOO = (self.prior_SO, None) if self.fit is None else self.fit.tables(w_F)
+        return best(self.space.price_SO, single_SO, pair_SOO, limit, allowed=allowed)
+
+
+# ------------------------------------------------------------------------------------------------ 1: the prior
+
+
+def measure_prior(tuner: Tuner, text: np.ndarray | None, quick: bool) -> None:
+    """Measure the bound of every option in every segment, in nats for a token above that of the heavy model."""
+    problem, space, trials = tuner.problem, tuner.space, tuner.problem.trials
+    tuner.prior_SO = np.zeros_like(space.price_SO)
+    models = {name: problem.family.models[name] for name in problem.models}
+    sees_time = [name for name, model in models.items() if getattr(model, "time_conditioning", False)]
+    if sees_time and not quick:
+        problem.notes.append(f"{sees_time[0]} looks at the time t, so there is no likelihood bound to begin with")
+        return
+    trials.check_time()
+    length = trials.given_PL.shape[1]
+    if text is not None and (text.ndim != 2 or text.shape[1] < length):
+        raise UserError(f"the held-out text must be rows of at least {length} tokens, not an array of {text.shape}")
+    tuner.table, rows = _bound_table(tuner, models, text)
+    before = 0
+    for j, width in enumerate(space.widths):
+        for o, (model, density) in enumerate(space.options):
+            count = space.count(width, density)
+            times = [1 - Fraction(before * count + width * k, count * space.steps) for k in range(count + 1)]
+            cost_KT = step_costs(tuner.table, [float(t) for t in times])
+            tuner.prior_SO[j, o] = cost_KT[tuner.table.models.index(model)].sum() / length
+        before += width
+    tuner.prior_SO -= tuner.prior_SO[:, :1]
+    source = "the heavy model's own samples" if text is None else "held-out text"
+    options = [f"{model} {density}" for model, density in space.options]
+    about = {"source": source, "rows": rows, "options": options}
+    tuner.stages["prior"] = {**about, "excess_nats_per_token": tuner.prior_SO.tolist()}
+
+
+def _bound_table(tuner: Tuner, models: dict[str, Any], text: np.ndarray | None) -> tuple[BoundTable, int]:
+    """Every model's loss by the number of masked positions, from the store or measured, and its number of rows."""
+    problem, trials, family = tuner.problem, tuner.problem.trials, tuner.problem.family
+    about = None if text is None else hashlib.sha256(np.ascontiguousarray(text).tobytes()).hexdigest()
+    n = len(text) if text is not None else 256 if family.device.type == "cuda" else 32
+
+    def measure() -> dict[str, Any]:
+        calls, rows = Counter(dict.fromkeys(models, n * DRAWS)), text
+        if rows is None:
+            drawn = trials.sample(problem.alone(problem.heavy), PRIOR_FIRST_ROW, n)
+            rows = drawn.tokens
+            calls += Counter(drawn.cost.calls)
+        rows = rows[:, : trials.given_PL.shape[1]]
+        table = measure_table(models, rows, family.mask_id, draws=DRAWS, seed=trials.seed, device=family.device)
+        trials.spent.now.update(calls)
+        arrays = {"m": table.m_ND.tolist(), "weight": table.weight_ND.tolist(), "c": table.c_KND.tolist()}
+        return {"kind": "prior", "length": table.length, **arrays, "calls": calls}
+
+    what = ["prior", trials.base, list(models), problem.steps, problem.heavy, about, n, DRAWS]
+    record = cached(trials.store, what, measure, trials.fresh)
+    for total in (trials.spent.made, trials.spent.naive):
+        total.update(record["calls"])
+    tuner.rows.used += sum(record["calls"].values())
+    m_ND, weight_ND, c_KND = (np.array(record[name]) for name in ("m", "weight", "c"))
+    return BoundTable(tuple(models), record["length"], m_ND, weight_ND, c_KND), n
+
+
+# ------------------------------------------------------------------------------------------------ 2: ablations
+
+
+def ablations(space: Space) -> list[Choice]:
+    """All-heavy first; each other model, and the heavy one in fewer steps, alone; then one segment at a time."""
+    heavy, light = space.all_heavy, space.all_light
+    plain = [o for o, (m, d) in enumerate(space.options) if o and (d == 1 or m == space.models[-1])]
+    found = [heavy, *((o,) * space.segments for o in plain)]
+    for j in range(space.segments):
+        found += [(*heavy[:j], o, *heavy[j + 1 :]) for o in plain]
+        found.append((*light[:j], 0, *light[j + 1 :]))
+    return list(dict.fromkeys(found))
+
+
+def ablation_rows(tuner: Tuner) -> int:
+    """Rows of the ablations. Too few are refused before any network runs."""
+    space, rows = tuner.space, tuner.rows
+    schedules = [space.schedule(choice) for choice in ablations(space)]
+    n = rows.affordable(schedules, SHARES["ablations"] * rows.budget)
+    if n < 2:
+        one, least = (rows.trials.expected_calls(part) for part in (schedules[:1], schedules))
+        enough = math.ceil(2.01 * least / SHARES["ablations"] / one)
+        raise UserError(
+            f"{rows.budget / one:.0f} rows are too few to tune {len(space.models)} models in {space.segments} "
+            f"segments: give at least {enough}, or fewer segments, models or densities"
+        )
+    return min(MOST_ROWS, n)
+
+
+def ablate(tuner: Tuner, n: int) -> None:
+    """Measure all ablations on n rows, and fit the model."""
+    space, choices = tuner.space, ablations(tuner.space)
+    tuner.choices |= {choice: space.schedule(choice) for choice in choices}
+    log_Sn = tuner.rows.take(list(tuner.choices.values()), n, "ablations")
+    singles = []
+    for choice, log_n in zip(choices, log_Sn, strict=True):
+        tuner.know(tuner.choices[choice])
+        changed = [j for j in range(space.segments) if choice[j] != 0]
+        if len(changed) == 1:
+            against = paired(log_n, log_Sn[0])
+            model, density = space.options[choice[changed[0]]]
+            loss = {"loss": against["difference"], "ci": against["ci"]}
+            singles.append({"segment": changed[0], "model": model, "density": str(density), **loss})
+    tuner.stages["ablations"] = {"rows": n, "schedules": len(choices), "one_in_all_heavy": singles}
+    tuner.learn()
 
 
 # ------------------------------------------------------------------------------------------------ 3: proposals
@@ -119,20 +287,6 @@ def _about_model(tuner: Tuner) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ 4 and 5: candidates
 
 
-def allocated(tuner: Tuner, limit: float, models: Sequence[str]) -> Schedule | None:
-    """The schedule of least likelihood bound on the uniform grid, step by step, with at most MOST_RUNS runs."""
-    problem, table = tuner.problem, tuner.table
-    if table is None:
-        return None
-    steps = problem.steps
-    loss_KT = step_costs(table, [(steps - k) / steps for k in range(steps + 1)])
-    loss_TK = loss_KT[[table.models.index(name) for name in models]].T
-    price_TK = np.tile([problem.price(problem.alone(name)) / steps for name in models], (steps, 1))
-    choice = best(price_TK, loss_TK, None, limit, runs=MOST_RUNS)
-    runs = [(models[k], len(list(run))) for k, run in groupby(choice or ())]
-    return Schedule(tuple(Segment(name, count) for name, count in runs)) if runs else None
-
-
 def candidates(tuner: Tuner, limit: float) -> list[Candidate]:
     """The rivals within a limit and the few best schedules of each kind."""
     problem, space, models = tuner.problem, tuner.space, tuner.problem.models
@@ -149,25 +303,19 @@ def candidates(tuner: Tuner, limit: float) -> list[Candidate]:
     near = [schedule for choice, schedule in tuner.choices.items() if space.price(choice) <= limit * (1 + SLACK)]
     if tuner.fit is not None and near:
         order = np.argsort(tuner.predict(near), kind="stable")
-        found += [named(problem, near[k], "proposed and measured") for k in order[:4]]
+        found += named(problem, "proposed and measured", *(near[k] for k in order[:4]))
     found += by_hand(problem, limit)
-    found += _spaced(tuner, limit)
-    for names, what in ((pair, "two models, by the bound"), (models, "all models, by the bound")):
-        if (schedule := allocated(tuner, limit, names)) is not None:
-            found.append(named(problem, schedule, what))
+    found += named(problem, "models and spacing together", *spaced_mixed(problem, tuner.table, limit))
+    found += named(problem, "two models, by the bound", allocated(problem, tuner.table, limit, pair))
+    found += named(problem, "all models, by the bound", allocated(problem, tuner.table, limit, models))
     return unique(problem, found)
 
 
 def _guesses(tuner: Tuner, limit: float, kinds: Mapping[str, Sequence[int] | None]) -> list[Candidate]:
     """The model's best choices within a limit, from the options of each kind."""
-    found = [(what, tuner.guess(limit, allowed)) for what, allowed in kinds.items()]
-    return [named(tuner.problem, tuner.space.schedule(c), what) for what, c in found if c is not None]
-
-
-def _spaced(tuner: Tuner, limit: float) -> list[Candidate]:
-    """Mixed schedules on spaced plans, by predicted likelihood."""
-    problem = tuner.problem
-    return [named(problem, s, "models and spacing together") for s in spaced_mixed(problem, tuner.table, limit)]
+    guesses = [(what, tuner.guess(limit, allowed)) for what, allowed in kinds.items()]
+    found = [(what, tuner.space.schedule(choice)) for what, choice in guesses if choice is not None]
+    return [candidate for what, schedule in found for candidate in named(tuner.problem, what, schedule)]
 
 
 def rungs(tuner: Tuner, limits: Sequence[float]) -> list[Candidate]:
@@ -179,7 +327,8 @@ def rungs(tuner: Tuner, limits: Sequence[float]) -> list[Candidate]:
         rivals = rivals_within(problem, limit)
         found += [c for c in rivals if c.schedule.steps == problem.steps or c.schedule.models == (problem.heavy,)]
         found += _guesses(tuner, limit, kinds)
-        found += by_hand(problem, limit)[:1] + _spaced(tuner, limit)[:1]
+        found += by_hand(problem, limit)[:1]
+        found += named(problem, "models and spacing together", *spaced_mixed(problem, tuner.table, limit)[:1])
     return unique(problem, found)
 
 
@@ -209,9 +358,6 @@ def _race(tuner: Tuner, limit: float) -> list[Candidate]:
     about = {"contenders": [tournament.about(problem, c) for c in runners], "rounds": ran.rounds}
     tuner.stages["race"] = {**about, "rows": rows.next - first, "dropped": ran.dropped, "left": left}
     return tournament.finalists(problem, runners, ranked, ran)
-
-
-# ------------------------------------------------------------------------------------------------ the method
 
 
 @dataclass
@@ -264,7 +410,7 @@ class Tune:
         if self.quick:
             assert tuner.table is not None
             found = [all_heavy(problem), *(c for limit in self.limits for c in candidates(tuner, limit))]
-            return tournament.by_the_bound(problem, tuner.table, unique(problem, found), self.limits, self.max_loss)
+            return by_the_bound(problem, tuner.table, unique(problem, found), self.limits, self.max_loss)
         if len(self.goals) == 1:
             return tournament.confirmed(problem, final, log_Sn, self.goals[0])
         tuner.stages["ladder"] = {"rows": log_Sn.shape[1], "candidates": len(final), "limits": self.ladder}

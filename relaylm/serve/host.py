@@ -20,12 +20,11 @@ from relaylm.core.cost import Cost
 from relaylm.core.plan import Plan, make_plan
 from relaylm.core.schedule import Policy
 from relaylm.errors import UserError
-from relaylm.models.compat import check_whole
 from relaylm.models.family import Family
 from relaylm.sampling.confidence import RuleRun, as_plan, changes_of
 from relaylm.sampling.denoise import Options, follow
 from relaylm.sampling.engine import Engine
-from relaylm.sampling.policy import Grid, policy_text, resolve, static_models
+from relaylm.sampling.policy import Grid, check_whole, policy_text, resolve, static_models
 from relaylm.sampling.result import Event, cost_of_calls, total_cost
 from relaylm.sampling.sample import Request
 from relaylm.serve.families import describe, describe_models, describe_schedule, pick_family, settled

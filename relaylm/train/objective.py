@@ -36,8 +36,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relaylm.core.diffusion import LINEAR
 from relaylm.core.noise import philox, split_seed
+from relaylm.core.plan import LINEAR
 from relaylm.errors import UserError
 from relaylm.kernels import draw
 from relaylm.kernels import loss as head_loss

@@ -40,8 +40,8 @@ from torch import Tensor, nn
 
 from relaylm.errors import UserError
 from relaylm.kernels import triton, update
-from relaylm.models.compat import pick_device
 from relaylm.models.denoiser import Architecture, Transformer
+from relaylm.models.family import pick_device
 from relaylm.train.muon import Muon
 from relaylm.train.objective import Objective, mix
 from relaylm.train.recipe import Recipe, ema_decay, lr_at

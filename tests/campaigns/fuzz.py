@@ -108,7 +108,7 @@ def pickle() -> Callable[[bytes], object]:
 
 
 def safetensors() -> Callable[[bytes], object]:
-    from relaylm.convert.weights import open_safetensors
+    from relaylm.convert.tensors import open_safetensors
 
     def read(path: Path) -> None:
         header = path.read_bytes()

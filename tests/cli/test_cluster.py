@@ -30,8 +30,7 @@ from relaylm.models.tokenizer import Text8Tokenizer
 from relaylm.sampling.result import Samples
 from relaylm.sampling.sample import sample
 from relaylm.search.exhaustive import all_placements
-from relaylm.search.stretches import Stopped
-from relaylm.search.tree import Grown, grow_rows
+from relaylm.search.tree import Grown, Stopped, grow_rows
 
 
 def stored_family(folder: Path, width: int = 16, length: int = 32) -> Family:
@@ -105,8 +104,8 @@ def grown_equal(a: Grown, b: Grown) -> None:
 
 
 def test_workers_do_as_local_does_and_one_may_die(family: Family, cluster: Cluster) -> None:
-    schedules = [str(schedule) for schedule in all_placements(4, 2)]
-    tasks = [(schedules, first, 8, {"steps": 32, "batch_size": 4, "seed": 1}) for first in range(0, 64, 8)]
+    schedules = [s.bind(family.light, family.heavy).resample(32) for s in all_placements(4, 2)]
+    tasks = [(schedules, first, 8, {"batch_size": 4, "seed": 1}) for first in range(0, 64, 8)]
     expected = dict(Local(family).map(grow_rows, tasks))
     found: dict[int, Grown] = {}
     killed = 0

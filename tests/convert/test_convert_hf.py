@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 
 from relaylm import Family, convert, sample  # noqa: E402
 from relaylm.cli.main import main  # noqa: E402
-from relaylm.convert import formats, hf, llama  # noqa: E402
+from relaylm.convert import formats, hf  # noqa: E402
 from relaylm.convert.tensors import count  # noqa: E402
 from relaylm.errors import UserError  # noqa: E402
 
@@ -522,7 +522,7 @@ def test_published_parameter_counts() -> None:
         "num_key_value_heads": 32,
         "tie_word_embeddings": False,
     }
-    assert count(llama.layout(llama.KINDS["llada"], llada_8b)) == 8_015_581_184
+    assert count(hf.layout(hf.KINDS["llada"], llada_8b)) == 8_015_581_184
     dream_7b = {
         "hidden_size": 3584,
         "intermediate_size": 18_944,
@@ -532,7 +532,7 @@ def test_published_parameter_counts() -> None:
         "num_key_value_heads": 4,
         "tie_word_embeddings": False,
     }
-    assert count(llama.layout(llama.KINDS["dream"], dream_7b)) == 7_615_616_512
+    assert count(hf.layout(hf.KINDS["dream"], dream_7b)) == 7_615_616_512
     sdar_17b = {
         "hidden_size": 2048,
         "intermediate_size": 6144,
@@ -543,7 +543,7 @@ def test_published_parameter_counts() -> None:
         "head_dim": 128,
         "tie_word_embeddings": False,
     }
-    assert count(llama.layout(llama.KINDS["sdar"], sdar_17b)) * 2 // 10**7 == 406  # model.safetensors has 4.06 GB
+    assert count(hf.layout(hf.KINDS["sdar"], sdar_17b)) * 2 // 10**7 == 406  # model.safetensors has 4.06 GB
 
 
 def test_llada_and_dream_cannot_take_turns(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from relaylm import convert
 from relaylm.convert import pickles
-from relaylm.convert.tensors import Lazy
+from relaylm.convert.pickles import Lazy
 from relaylm.errors import UserError
 from relaylm.models.family import Family
 

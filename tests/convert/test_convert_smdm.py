@@ -15,7 +15,8 @@ import torch
 
 from relaylm import convert
 from relaylm.convert import smdm
-from relaylm.convert.tensors import Lazy, Options, count
+from relaylm.convert.pickles import Lazy
+from relaylm.convert.tensors import Options, count
 from relaylm.errors import UserError
 
 V, E, F, HEADS, BLOCKS = 12, 16, 40, 2, 3  # symbols without the mask

@@ -11,7 +11,7 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaylm.core.diffusion import LINEAR, Alpha, unmask_probability
+from relaylm.core.plan import LINEAR, Alpha, unmask_probability
 from relaylm.errors import UserError
 from relaylm.train.objective import low_discrepancy_times
 

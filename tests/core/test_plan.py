@@ -13,9 +13,8 @@ from helpers import g_test
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaylm.core.diffusion import LINEAR, Alpha
 from relaylm.core.noise import BLOCK, philox, race, split_seed, token_noise, uniforms
-from relaylm.core.plan import make_events, make_plan
+from relaylm.core.plan import LINEAR, Alpha, make_events, make_plan
 from relaylm.errors import UserError
 
 ALPHA = 1e-6

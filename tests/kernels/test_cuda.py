@@ -54,6 +54,7 @@ from relaylm.sampling.confidence import decode, forced
 from relaylm.sampling.denoise import denoise
 from relaylm.sampling.engine import Engine, settings
 from relaylm.sampling.law import Law
+from relaylm.sampling.policy import resolve
 from relaylm.sampling.rules import parse_rule
 from relaylm.sampling.sample import sample
 from relaylm.train.objective import mask_words
@@ -404,7 +405,8 @@ def test_law_of_captured_rules(device: str = "cuda", draws: int = DRAWS) -> dict
     for text in ("surest:2", "eb:1", "dream-entropy"):
         rule, plan = parse_rule(text), make_plan(len(states), 4, 0, given)
         steps = None if rule.adaptive else 2
-        nats, _ = forced(exact, one, plan, rule, np.array(states), steps=steps, mask_id=3)
+        followed, times = resolve(one, steps, rule)
+        nats, _ = forced(exact, followed, plan, rule, times, np.array(states), mask_id=3)
         found[text] = tested(model, rule, steps, dict(zip(states, np.exp(-nats).tolist(), strict=True)))
     with settings("cpu"):
         p_V = blind.logits(torch.full((1, 4), 3), torch.ones(1))[0, 0, :3].double().softmax(-1).tolist()

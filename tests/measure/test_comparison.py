@@ -19,12 +19,11 @@ from relaylm.core.cost import mean_price
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure import evaluate as module
-from relaylm.measure.compare import compare, render
+from relaylm.measure.compare import compare, comparisons, render, verdict
 from relaylm.measure.drawn import row_costs
 from relaylm.measure.judge import features, load_judge, score
 from relaylm.measure.prices import prices
 from relaylm.measure.rivals import expected_flops, steps_within
-from relaylm.measure.verdict import comparisons, verdict
 from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.models.family import Family
 from relaylm.models.tokenizer import Text8Tokenizer

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from relaylm import FromLogits, Schedule, UserError
-from relaylm.core.spacing import spaced_calls
-from relaylm.measure.continuations import continuation_bound
-from relaylm.measure.plan_likelihood import plan_bound
+from relaylm.core.plan import spaced_calls
+from relaylm.measure.plan_likelihood import continuation_bound, plan_bound
 from relaylm.sampling.rules import parse_rule
 
 V, MASK = 2, 2

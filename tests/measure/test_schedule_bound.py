@@ -12,7 +12,7 @@ import scipy.stats
 import torch
 from helpers import TableDenoiser, law_of_events, law_of_steps, masked_share
 
-from relaylm.core.diffusion import Alpha
+from relaylm.core.plan import Alpha
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure.likelihood import bound

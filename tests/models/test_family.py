@@ -21,10 +21,8 @@ from hypothesis import strategies as st
 
 from relaylm.errors import UserError
 from relaylm.models import folder as folders
-from relaylm.models.catalogue import describe, list_families
-from relaylm.models.compat import pick_device
 from relaylm.models.denoiser import Architecture, FromLogits, Transformer
-from relaylm.models.family import Family, bundled
+from relaylm.models.family import Family, bundled, describe, list_families, pick_device
 from relaylm.models.folder import save_family
 from relaylm.models.tokenizer import ByteTokenizer, JsonTokenizer, Text8Tokenizer
 

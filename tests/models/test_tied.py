@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from relaylm.convert import to_mdlm
+from relaylm.convert import mdlm
 from relaylm.models.denoiser import Architecture, Transformer, build, expected_shapes
 from relaylm.models.family import Family
 from relaylm.models.folder import save_family
@@ -94,7 +94,7 @@ def test_stored_once_and_read_back(tmp_path: Path) -> None:
 
 def test_an_export_has_both(tmp_path: Path) -> None:
     family = Family({"d2": tied()}, mask_id=TIED.mask_id, vocab_size=TIED.vocab_size, length=TIED.length)
-    to_mdlm.export(family, tmp_path / "out")
+    mdlm.export(family, tmp_path / "out")
     tensors = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(tensors["backbone." + HEAD], tensors["backbone." + EMBEDDING])
 

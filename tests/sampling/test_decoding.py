@@ -24,6 +24,7 @@ from relaylm.models.denoiser import Architecture, FromLogits, Transformer
 from relaylm.models.family import Family
 from relaylm.models.tokenizer import Text8Tokenizer
 from relaylm.sampling import rules as decoding
+from relaylm.sampling.blocks import window_seed
 from relaylm.sampling.confidence import RuleRun, decode
 from relaylm.sampling.denoise import Options, denoise
 from relaylm.sampling.law import Law
@@ -43,7 +44,6 @@ from relaylm.sampling.rules import (
     within_factor,
 )
 from relaylm.sampling.sample import sample
-from relaylm.sampling.windows import window_seed
 
 NAMES = ("a", "b", "c")
 SCHEDULES = {1: "a:100%", 2: "a:25% b:75%", 3: "a:25% b:50% c:25%"}

@@ -16,9 +16,8 @@ import pytest
 import torch
 from helpers import State, TableDenoiser, g_test, law_of_events, law_of_steps, p_value
 
-from relaylm.core.diffusion import LINEAR, Alpha
 from relaylm.core.noise import race
-from relaylm.core.plan import Events, Plan, make_events, make_plan
+from relaylm.core.plan import LINEAR, Alpha, Events, Plan, make_events, make_plan
 from relaylm.core.schedule import Schedule, Timetable
 from relaylm.sampling import denoise as sampler
 from relaylm.sampling.denoise import denoise

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from relaylm.core.diffusion import Alpha
 from relaylm.core.noise import uniforms
-from relaylm.core.plan import Plan, make_events, make_plan
+from relaylm.core.plan import Alpha, Plan, make_events, make_plan
 from relaylm.core.schedule import RowState, Schedule, Timetable
 from relaylm.errors import UserError
 from relaylm.models.denoiser import Architecture, FromLogits, Transformer, build, expected_shapes

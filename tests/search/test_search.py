@@ -33,7 +33,7 @@ from relaylm.models.family import Family
 from relaylm.models.folder import save_family
 from relaylm.sampling.sample import sample
 from relaylm.search import evolve as evolution
-from relaylm.search import tree, trials, tune, tuner
+from relaylm.search import tree, trials, tune
 from relaylm.search.evolve import Evolve, within
 from relaylm.search.exhaustive import Exhaustive, all_placements, assignments
 from relaylm.search.search import budgets, limits, run, search
@@ -332,7 +332,7 @@ def test_nobody_exceeds_the_budget(seed: int, share: float) -> None:
 def test_evolution_finds_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     flat = np.zeros((10, 2))
     monkeypatch.setattr(evolution, "measure_prior", lambda tuner, *a, **k: setattr(tuner, "prior_SO", flat))
-    monkeypatch.setattr(tuner.Tuner, "guess", lambda *a: None)  # no allocated seeds: evolution itself is tested
+    monkeypatch.setattr(tune.Tuner, "guess", lambda *a: None)  # no allocated seeds: evolution itself is tested
     # Not what any hand-made schedule is good at: the light model is safe in the middle.
     problem = oracle_problem(harm={"4b": lambda t: 0.6 * np.abs(t - 0.5), "12b": np.zeros_like}, sd=0.005)
     limit = limits(problem, None, 4)[0]

@@ -20,8 +20,7 @@ from relaylm.models.family import Family
 from relaylm.sampling.sample import sample
 from relaylm.search import tree
 from relaylm.search.exhaustive import all_placements
-from relaylm.search.stretches import Stopped
-from relaylm.search.tree import Grown, grow
+from relaylm.search.tree import Grown, Stopped
 
 VOCAB, LENGTH = 29, 24
 MASK = VOCAB - 1
@@ -54,6 +53,23 @@ class Counted:
 
 NETWORKS = {f"{depth}b": Counted(depth) for depth in (1, 2, 3)}
 FAMILY = Family(NETWORKS, MASK, VOCAB, LENGTH)
+
+
+def grow(
+    family: Family,
+    schedules: list[Any],
+    n: int,
+    *,
+    steps: Any = None,
+    light: Any = None,
+    heavy: Any = None,
+    **options: Any,
+) -> Grown:
+    """`tree.grow` of schedules as users write them, each in T of `steps`."""
+    each = steps if isinstance(steps, list) else [steps] * len(schedules)
+    bound = [family.bind(schedule, *family.roles(light, heavy)) for schedule in schedules]
+    counted = [s if T is None or s.spacing is not None else s.resample(T) for s, T in zip(bound, each, strict=True)]
+    return tree.grow(family, counted, n, **options)
 
 
 def check(schedules: list[Any], n: int, steps: Any, **options: Any) -> Grown:
@@ -269,18 +285,14 @@ def test_progress_ends_at_its_total() -> None:
 
 
 def test_messages() -> None:
-    with pytest.raises(UserError, match="nothing to grow"):
-        grow(FAMILY, [], 1)
-    with pytest.raises(UserError, match="whole number of steps"):
-        grow(FAMILY, ["heavy"], 1, steps=float("inf"))
-    with pytest.raises(UserError, match="2 schedules but 1 number"):
-        grow(FAMILY, ["heavy", "light"], 1, steps=[3])
+    with pytest.raises(UserError, match="written in shares"):
+        grow(FAMILY, ["heavy"], 1)
     with pytest.raises(UserError, match="no model '9b'"):
-        grow(FAMILY, ["9b"], 1)
+        tree.grow(FAMILY, [Schedule.parse("9b:3")], 1)
     with pytest.raises(UserError, match="cannot be given"):
-        grow(FAMILY, ["heavy"], 1, given=np.full(4, MASK))
+        grow(FAMILY, ["heavy"], 1, steps=3, given=np.full(4, MASK))
     with pytest.raises(UserError, match="batch_size must be"):
-        grow(FAMILY, ["heavy"], 1, batch_size=0)
+        grow(FAMILY, ["heavy"], 1, steps=3, batch_size=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -20,14 +20,13 @@ from relaylm.core.schedule import Schedule
 from relaylm.measure.schedule_likelihood import schedule_bound
 from relaylm.models.family import Family
 from relaylm.search import space as spaces
-from relaylm.search import tune, tuner
+from relaylm.search import tune
 from relaylm.search.exhaustive import all_placements
 from relaylm.search.search import limits, run, search
 from relaylm.search.space import SLACK, Problem, Space, best, fit
 from relaylm.search.tournament import by_hand, light_first, more_is_no_worse, rivals_within, sandwich_within
 from relaylm.search.trials import Rows
-from relaylm.search.tune import ROWS, Tune, candidates
-from relaylm.search.tuner import Tuner, ablations, measure_prior
+from relaylm.search.tune import ROWS, Tune, Tuner, ablations, candidates, measure_prior
 
 DENSITIES = (Fraction(1), Fraction(1, 2), Fraction(1, 4))
 
@@ -540,7 +539,7 @@ def test_tune_goes_on_from_a_store(family: Family, tmp_path: Path) -> None:
 def test_quick_looks_at_the_bound_alone(family: Family) -> None:
     text = np.random.default_rng(0).integers(0, 27, (8, 16))
     found = search(family, budget="30%", quick=True, text=text, segments=4, progress=False)
-    assert found["calls"]["calls_made"] == 3 * 8 * tuner.DRAWS  # of measuring three models; nothing was sampled
+    assert found["calls"]["calls_made"] == 3 * 8 * tune.DRAWS  # of measuring three models; nothing was sampled
     rows = [row for row in found["bounds"] if row["saved"] >= 0.3 - 1e-9]
     assert found["schedule"] == min(rows, key=lambda row: row["bits"])["schedule"]
     assert "Sampling may disagree" in found["verdict"] and found["judge"] is None

@@ -16,7 +16,7 @@ import pytest
 
 import relaylm
 from relaylm.console import html_table
-from relaylm.measure.verdict import Comparison, render
+from relaylm.measure.compare import Comparison, render
 from relaylm.models.tokenizer import ByteTokenizer
 from relaylm.show.colours import GIVEN, colour_of
 

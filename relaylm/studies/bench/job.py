@@ -14,9 +14,8 @@ import torch
 from relaylm.core.plan import Plan, make_plan
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
-from relaylm.models.compat import DTYPES, cpu_has_bfloat16, pick_device
 from relaylm.models.denoiser import Architecture, Transformer
-from relaylm.models.family import Family
+from relaylm.models.family import DTYPES, Family, cpu_has_bfloat16, pick_device
 from relaylm.sampling.denoise import denoise
 from relaylm.sampling.engine import Engine
 from relaylm.sampling.result import Samples

@@ -19,9 +19,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from relaylm.core.plan import make_plan
+from relaylm.core.plan import make_plan, positions_per_call, spaced_events
 from relaylm.core.schedule import Schedule, Spacing
-from relaylm.core.spacing import positions_per_call, spaced_events
 from relaylm.sampling.confidence import decode
 from relaylm.sampling.denoise import denoise
 from relaylm.sampling.engine import Engine

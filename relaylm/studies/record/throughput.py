@@ -18,7 +18,7 @@ import torch
 from relaylm.files import write_json
 from relaylm.measure.provenance import how_made
 from relaylm.measure.timing import wait
-from relaylm.models.compat import pick_device
+from relaylm.models.family import pick_device
 from relaylm.train.corpus import TokenFile, token_dtype
 from relaylm.train.objective import Batches
 from relaylm.train.recipe import Preset, load_preset, override

@@ -22,9 +22,10 @@ from relaylm.measure.schedule_likelihood import BoundTable, measure_table, sched
 from relaylm.models.family import Family
 from relaylm.models.folder import save_family
 from relaylm.sampling.sample import sample
+from relaylm.search.bounds import predicted_bound, spaced_mixed
 from relaylm.search.search import limits, search
 from relaylm.search.space import SLACK, Problem
-from relaylm.search.spaced import predicted_bound, spaced_alone, spaced_mixed
+from relaylm.search.tournament import spaced_alone
 from relaylm.search.trials import Trials
 
 LENGTH, SEGMENTS = 16, 3
