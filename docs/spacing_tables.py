@@ -128,9 +128,6 @@ def _front(name: str, found: Mapping[str, Any]) -> str:
         parts.append(table(rows))
     base = next(cell for cell in found["cells"] if cell["kind"] == "reference")
     gpu = found["machine"]["gpu"]
-    few = [
-        what for kind, what in KINDS.items() if any(c["kind"] == kind and c["n"] < found["n"] for c in found["cells"])
-    ]
     head = f"`{name}`, {found['heavy']}, length {found['length']}, {found['n']:,} samples of a cell"
     few = {cell["kind"] for cell in found["cells"] if cell["n"] < found["n"]}
     if few:
