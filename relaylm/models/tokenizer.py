@@ -64,8 +64,8 @@ class Tokenizer(Protocol):
         """The text of ids that all have a symbol."""
         ...
 
-    def _known(self, token: int) -> bool:
-        return 0 <= token < self.size
+    def _unknown(self, tokens: set[int]) -> set[int]:
+        return {token for token in tokens if not 0 <= token < self.size}
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of a row; ids without a symbol (the mask of a family, -1) become `_`."""
@@ -74,7 +74,7 @@ class Tokenizer(Protocol):
     def decode_partial(self, ids: Iterable[int], mask_id: int | None, blank: str = BLANK) -> str:
         """The text of a row in which every mask shows as one blank, even if the tokenizer has a token for it."""
         tokens = ids.tolist() if hasattr(ids, "tolist") else [*map(int, ids)]
-        blanks = {token for token in {*tokens} if token == mask_id or not self._known(token)}
+        blanks = self._unknown(distinct := {*tokens}) | ({mask_id} & distinct)
         if not blanks:
             return self._text(tokens)
         runs = ((gone, [*run]) for gone, run in groupby(tokens, key=blanks.__contains__))
@@ -210,8 +210,8 @@ class JsonTokenizer(Tokenizer):
     def _text(self, ids: list[int]) -> str:
         return str(self._backend.decode(ids, skip_special_tokens=False))
 
-    def _known(self, token: int) -> bool:
-        return token in self._ids
+    def _unknown(self, tokens: set[int]) -> set[int]:
+        return tokens - self._ids
 
 
 def load_tokenizer(spec: str | Path | Mapping[str, Any], folder: str | Path | None = None) -> Tokenizer:

@@ -13,7 +13,7 @@ kept for the head, D features, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from relaylm.core.noise import split_seed
 from relaylm.core.plan import Plan
 from relaylm.models.denoiser import Transformer
-from relaylm.sampling.graphs import Graphs
+from relaylm.sampling.graphs import Graphs, ResultT
 from relaylm.sampling.law import Drawer, Law, widest_float
 
 SCRATCH = -1  # the last row of an engine's state, for the empty places of a call; nobody reads it
@@ -117,7 +117,19 @@ class Engine:
         (if `scored`) and, with `everywhere`, the logits at every position of the batch's rows (B, L, V). What is
         returned may be overwritten by the next call."""
         make = partial(self.step, call.model, call.shape, everywhere=everywhere)
-        model = None if everywhere else self.models[call.model]
+        return self._run(call, None if everywhere else self.models[call.model], make)
+
+    def send(self, call: Call) -> Tensor:
+        """Make a call as `run` does. Returns the tokens and their log-probabilities side by side (2, N), so that one
+        transfer brings both: a float64 holds a token's number."""
+
+        def make(index: Tensor, t_B: Tensor) -> Tensor:
+            token_N, logprob_N, _ = self.step(call.model, call.shape, index, t_B)
+            return torch.stack((token_N.to(logprob_N.dtype), logprob_N))
+
+        return self._run(call, self.models[call.model], make)
+
+    def _run(self, call: Call, model: Any, make: Callable[[Tensor, Tensor], ResultT]) -> ResultT:
         # Its number in place of SCRATCH: the fastest way to select rows knows no negative ones. While capturing, every
         # place is the scratch row's, so that nothing real is written.
         last = len(self.state_nL) - 1

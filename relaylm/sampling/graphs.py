@@ -10,6 +10,7 @@ import contextlib
 import gc
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -110,6 +111,49 @@ class _Graph:
         self.sent.copy_(torch.from_numpy(np.concatenate([index, t_B.view(np.int64)])), non_blocking=True)
         self.graph.replay()
         return self.result
+
+
+@dataclass(eq=False)
+class Copy:
+    """What a call gave, on the host once the event is over."""
+
+    result: Tensor
+    memory: Tensor | None = None  # pinned, of which the result is a part
+    ready: Any = None
+
+    def read(self) -> np.ndarray:
+        """The numbers, which are overwritten once the memory is used again."""
+        wait_for(self.ready)
+        return np.asarray(self.result.numpy())
+
+
+class Copies:
+    """Results of calls, fetched while other calls run. Pinned memory (powers of two) and events are made once and used
+    again, since each operation on a device gives other threads the interpreter."""
+
+    def __init__(self) -> None:
+        self._spare: dict[int, list[Copy]] = {}
+
+    def of(self, result: Tensor) -> Copy:
+        """Begin to fetch a result, which the next call may overwrite."""
+        if result.device.type != "cuda":
+            return Copy(result.cpu())
+        size = 1 << (result.nbytes - 1).bit_length()
+        spare = self._spare.setdefault(size, [])
+        if not spare:
+            memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            spare.append(Copy(result, memory, torch.cuda.Event()))  # type: ignore[no-untyped-call]
+        copy = spare.pop()
+        assert copy.memory is not None
+        copy.result = copy.memory[: result.nbytes].view(result.dtype).view(result.shape)
+        copy.result.copy_(result, non_blocking=True)
+        copy.ready.record()
+        return copy
+
+    def keep(self, copy: Copy) -> None:
+        """Use the memory again: nobody reads the copy any more."""
+        if copy.memory is not None:
+            self._spare[len(copy.memory)].append(copy)
 
 
 def wait_for(event: Any) -> None:

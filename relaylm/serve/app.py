@@ -1,7 +1,7 @@
 """The HTTP side: routes, streams, OpenAI's completions, limits on what comes in, and the log.
 
-Nothing here computes. `Backend.stream` gives the events of a request (start, written, done), from another process or
-from a cluster; /v1/denoise passes them on, /v1/completions makes text of them. Nothing here blocks the event loop.
+Nothing here computes. `Backend.stream` gives the events of a request (start, written, done), from a `Host` or from a
+cluster; /v1/denoise passes them on, /v1/completions makes text of them. Nothing here blocks the event loop.
 """
 
 from __future__ import annotations

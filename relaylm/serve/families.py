@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -30,6 +31,22 @@ def load_families(sources: list[str], device: str, dtype: str | None) -> dict[st
             raise UserError(f"two families are called {name}: name them, --family NAME=SOURCE")
         families[name] = family
     return families
+
+
+def outline(family: Family) -> Family:
+    """The family without its weights, for a process that only plans and reads: networks keep the numbers that they say
+    of themselves (what a call costs, their depth), which are plain values."""
+    _ = family.parameters  # counted while they are there
+    bare = copy.copy(family)
+    bare.models = {name: _outline(model) for name, model in family.models.items()}
+    return bare
+
+
+def _outline(model: Any) -> Any:
+    bare = object.__new__(type(model))
+    kept = {name: value for name, value in vars(model).items() if isinstance(value, int | float | str)}
+    vars(bare).update(kept, architecture=getattr(model, "architecture", None))
+    return bare
 
 
 def pick_family(families: Mapping[str, Family], name: str | None) -> tuple[str, Family]:

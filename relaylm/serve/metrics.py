@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 if TYPE_CHECKING:
-    from relaylm.serve.scheduler import Made
+    from relaylm.serve.rows import Made
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
@@ -30,17 +30,17 @@ class Metrics:
         self.queued = Histogram("relaylm_queued_seconds", "Wait", buckets=SECONDS, registry=registry)
         self.computing = Histogram("relaylm_computing_seconds", "After it", buckets=SECONDS, registry=registry)
         self.requests = Counter("relaylm_requests", "Requests written to the end", registry=registry)
+        self.found: dict[tuple[str, ...], list[Counter]] = {}  # by labels: looking one up takes longer than counting
 
     def call(self, made: Made) -> None:
         """Count a call."""
-        family = made.lane.family
-        labels = (family, made.model, made.shape)
-        self.calls.labels(*labels).inc()
-        self.seconds.labels(*labels).inc(made.seconds)
-        self.waited.labels(*labels).inc(made.waited)
-        self.rows.labels(*labels).inc(made.rows)
-        self.padded.labels(*labels).inc(made.padded)
-        self.tokens.labels(family).inc(made.tokens)
+        labels = (made.family, made.model, made.shape)
+        if labels not in self.found:
+            each = (self.calls, self.seconds, self.waited, self.rows, self.padded)
+            self.found[labels] = [counter.labels(*labels) for counter in each] + [self.tokens.labels(made.family)]
+        amounts = (1, made.seconds, made.waited, made.rows, made.padded, made.tokens)
+        for counter, amount in zip(self.found[labels], amounts, strict=True):
+            counter.inc(amount)
 
     def request(self, about: dict[str, Any]) -> None:
         """Count a request that was answered."""

@@ -1,12 +1,15 @@
 """The process that computes, beside the one that speaks HTTP.
 
-Python runs one thread of a process at a time. On a fast GPU a call takes as long as the host's work for it, so HTTP,
-JSON and streams are in the process that was started (`Worker`), and families, plans and the scheduler in another one
-(`compute`), whose thread that makes calls is then held up by less.
+Python runs one thread of a process at a time. With a small network on a fast GPU the host's work for a call and for the
+requests in it take as long as the call, so they are divided: HTTP, plans, texts and costs are in the process that was
+started (a `Host`, with families without weights), and the scheduler is in another one (`compute`), beside a thread that
+hardly does more than to wait for rows.
 
-They talk over a pair of sockets. A question is (number, method of a `Replica`, values); (number, "leave", ()) takes it
-back. An answer is (number, value or event); a stream ends with "done" or "refused". Messages are pickled: nobody but
-these two processes can write to the pair. When either process ends, the other one sees the end of the stream, and ends.
+They talk over a pair of sockets. `compute` is sent (number, rows), or (number, None), which takes them back. It sends
+lists of news, with the calls that were made and how many rows are in flight and waiting: (number, None, why not or
+None) says whether rows were accepted, (number, which of them, `Event` or `Ended`) what became of them. Messages are
+pickled: nobody but these two processes can write to the pair. When either process ends, the other one sees the end of
+the stream, and ends.
 """
 
 from __future__ import annotations
@@ -22,77 +25,23 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from itertools import count
 from multiprocessing import resource_tracker
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from relaylm.serve.request import Ask, Limits, Refused
+from relaylm.serve.request import Limits, Refused
+
+if TYPE_CHECKING:  # what needs PyTorch is imported while the other process starts
+    from relaylm.models.family import Family
+    from relaylm.serve.compute import Put
+    from relaylm.serve.rows import Made, Rows
 
 log = logging.getLogger("relaylm.serve")
-Event = tuple[str, Any]
-
-
-class Replica:
-    """A host for questions from another process. A refusal is returned, not raised: Ray would wrap an exception."""
-
-    def __init__(self, sources: list[str], device: str, dtype: str | None, limits: Limits) -> None:
-        from relaylm.serve.families import load_families
-        from relaylm.serve.host import Host
-
-        self.host = Host(load_families(sources, device, dtype), limits)
-        self.host.start()
-
-    async def ask(self, method: str, *values: Any) -> Any:
-        """What a method of the host returns, or why it does not."""
-        try:
-            return await getattr(self.host, method)(*values)
-        except Refused as error:
-            return error
-
-    async def stream(self, ask: Ask) -> AsyncIterator[Event]:
-        """The events of a request; a refusal is the last one."""
-        try:
-            async for event in self.host.stream(ask):
-                yield event
-        except Refused as error:
-            yield "refused", error
-
-    async def process(self) -> int:
-        """The process's number."""
-        return os.getpid()
-
-    async def check_health(self) -> None:
-        """Ray replaces a replica whose thread has ended."""
-        await self.host.health()
-
-
-class Remote:
-    """The part of `app.Backend` that is one question to a replica."""
-
-    async def ask(self, method: str, *values: Any) -> Any:
-        """One answer; raises a refusal."""
-        raise NotImplementedError
-
-    def running(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Nothing to begin or end."""
-        return contextlib.nullcontext()
-
-    async def models(self) -> Any:
-        """The entries of GET /v1/models."""
-        return await self.ask("models")
-
-    async def schedule(self, ask: Ask) -> Any:
-        """A schedule as parsed, and what it costs."""
-        return await self.ask("schedule", ask)
-
-    async def health(self) -> Any:
-        """Rows in flight and waiting."""
-        return await self.ask("health")
-
-    async def metrics(self) -> Any:
-        """Prometheus' text."""
-        return await self.ask("metrics")
 
 
 # ------------------------------------------------------------------------------------------------ messages
@@ -102,6 +51,20 @@ def packed(message: Any) -> bytes:
     """A message with its size before it."""
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return len(data).to_bytes(8, "big") + data
+
+
+def send(end: socket.socket, message: Any) -> None:
+    """Send a message. If nobody is there any more, that is seen where messages are received."""
+    with contextlib.suppress(OSError):
+        end.sendall(packed(message))
+
+
+def received(stream: Any) -> Any:
+    """The next message of a file, or None at its end."""
+    with contextlib.suppress(ConnectionError):
+        size = int.from_bytes(stream.read(8), "big")
+        data = stream.read(size)
+        return pickle.loads(data) if size and len(data) == size else None
 
 
 async def messages(reader: asyncio.StreamReader) -> AsyncIterator[Any]:
@@ -115,83 +78,109 @@ async def messages(reader: asyncio.StreamReader) -> AsyncIterator[Any]:
 # ------------------------------------------------------------------------------------------------ the one that computes
 
 
-def compute(end: socket.socket) -> None:
-    """What the process does: load what the first question says, answer the others, and end with the one that asks."""
+def compute(end: socket.socket, sources: list[str], device: str, dtype: str | None, limits: Limits) -> None:
+    """What the process does: load families, send them without their weights, compute rows, and end with the one that
+    asks."""
     start_log()
-    # The thread that makes calls gives the interpreter up at every operation on the device, and other threads keep it
-    # for this long before they give it back: 5 ms, Python's own, is more than a call takes.
+    # The thread that makes calls gives the interpreter up at every operation on the device, and the one that listens
+    # keeps it for this long before it gives it back: 5 ms, Python's own, is more than a call takes.
     sys.setswitchinterval(1e-4)
-    asyncio.run(_answer_all(end))
+    try:
+        from relaylm.serve.families import load_families, outline
+
+        families = load_families(sources, device, dtype)
+        send(end, {name: outline(family) for name, family in families.items()})
+    except Exception as error:
+        send(end, error)
+        return
+    gc.collect()
+    gc.freeze()  # what was imported and loaded stays: collections need not look through it
+    _compute(end, families, limits)
 
 
-async def _answer_all(end: socket.socket) -> None:
-    reader, writer = await asyncio.open_connection(sock=end)
-    replica: Replica | None = None
-    tasks: dict[int, asyncio.Task[None]] = {}
+def _compute(end: socket.socket, families: dict[str, Family], limits: Limits) -> None:
+    from relaylm.serve.compute import scheduler_of
+    from relaylm.serve.scheduler import Job
 
-    async def load(*options: Any) -> Exception | None:
-        nonlocal replica
+    scheduler, sending = scheduler_of(families, limits), threading.Lock()
+    jobs: dict[int, list[Job]] = {}
+    news: list[tuple[int, int | None, Any]] = []
+    made: list[Made] = []
+
+    def tell(news: list[tuple[int, int | None, Any]], made: list[Made]) -> None:
+        with sending:
+            send(end, (news, made, (scheduler.rows_in_flight, scheduler.rows_waiting)))
+
+    def pass_on() -> None:
+        """After each call, in the thread that makes calls."""
+        if news or made:
+            tell(news, made)
+            for number in {number for number, _, _ in news}:
+                if all(job.over for job in jobs[number]):
+                    del jobs[number]
+            news.clear()
+            made.clear()
+
+    def listen() -> None:
+        with end.makefile("rb") as stream:
+            while (message := received(stream)) is not None:
+                number, all_rows = message
+                if all_rows is None:
+                    scheduler.cancel(jobs.get(number, []))
+                else:
+                    tell([(number, None, refusal(number, all_rows))], [])
+
+    def refusal(number: int, all_rows: list[Rows]) -> Refused | None:
+        def put(which: int, what: Any) -> None:
+            news.append((number, which, what))
+
+        jobs[number] = [Job(rows, partial(put, which)) for which, rows in enumerate(all_rows)]
         try:
-            replica = await asyncio.to_thread(Replica, *options)
-        except Exception as error:
+            scheduler.submit(jobs[number])
+        except Refused as error:
+            del jobs[number]
             return error
-        gc.collect()
-        gc.freeze()  # what was imported and loaded stays: collections need not look through it
         return None
 
-    async def answer(number: int, method: str, values: tuple[Any, ...]) -> None:
+    def to_the_end(work: Callable[[], None]) -> None:
         try:
-            if method == "load":
-                writer.write(packed((number, await load(*values))))
-            elif method == "stream":
-                assert replica is not None
-                async with contextlib.aclosing(replica.stream(*values)) as events:  # type: ignore[type-var]
-                    async for event in events:
-                        writer.write(packed((number, event)))
-            else:
-                assert replica is not None
-                writer.write(packed((number, await replica.ask(method, *values))))
+            work()
         except Exception as error:
             log.error("failed", exc_info=error)
-            refusal = Refused(500, "the server failed; its log says why", "internal_error")
-            writer.write(packed((number, refusal)))
-        finally:
-            del tasks[number]
+            os._exit(1)
+        os._exit(0)  # nobody is there to read what still runs
 
-    async for number, method, values in messages(reader):
-        if method != "leave":
-            tasks[number] = asyncio.create_task(answer(number, method, values))
-        elif number in tasks:
-            tasks[number].cancel()
-    os._exit(0)  # nobody is there to read what still runs
+    scheduler.on_call, scheduler.after_step = made.append, pass_on
+    threading.Thread(target=to_the_end, args=(listen,), name="relaylm-listens", daemon=True).start()
+    to_the_end(scheduler.work)
 
 
 # ------------------------------------------------------------------------------------------------ the one that asks
 
 
-class Worker(Remote):
-    """The backend that passes requests on to a process of its own; see `app.Backend`."""
+class Worker:
+    """A `Computer` in a process of its own; `families` are those that it has loaded, without weights."""
 
     def __init__(self, sources: list[str], device: str, dtype: str | None, limits: Limits) -> None:
         self.end, theirs = socket.socketpair()
-        self.process = multiprocessing.get_context("spawn").Process(target=compute, args=(theirs,))
-        self.asked: dict[int, asyncio.Queue[Any]] = {}
-        self.numbers, self.closing, self.lost = count(1), False, False
+        options = (theirs, sources, device, dtype, limits)
+        self.process = multiprocessing.get_context("spawn").Process(target=compute, args=options)
+        self.asked: dict[int, _Asked] = {}
+        self.numbers, self.closing, self.lost, self.there = count(1), False, False, (0, 0)
         self.on_loss: Callable[[], None] = lambda: None
+        self.on_call: Callable[[Made], None] = lambda made: None
         resource_tracker.ensure_running()  # otherwise started below, where it would let the signals through
-        # Signals that a terminal or systemd sends to both processes are for this one.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        try:
+        with _signals_wait():  # those that a terminal or systemd sends to both processes are for this one
             self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         try:
-            self.end.sendall(packed((0, "load", (sources, device, dtype, limits))))
-            size = int.from_bytes(self.end.recv(8, socket.MSG_WAITALL), "big")
-            error = pickle.loads(self.end.recv(size, socket.MSG_WAITALL))[1] if size else ended()
-            if error is not None:
-                raise error
+            with _signals_wait():  # one that interrupted the import of PyTorch would end Python
+                import_module("relaylm.serve.host")  # while the other process does the same
+            with self.end.makefile("rb") as stream:
+                loaded = received(stream) or ended()
+            if isinstance(loaded, Exception):
+                raise loaded
+            self.families: dict[str, Family] = loaded
         except BaseException:
             self.close()
             raise
@@ -217,45 +206,80 @@ class Worker(Remote):
             await listening
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        async for number, answer in messages(reader):
-            if number in self.asked:
-                self.asked[number].put_nowait(answer)
+        from relaylm.serve.rows import Ended
+
+        async for news, made, self.there in messages(reader):
+            for call in made:
+                self.on_call(call)
+            for number, which, what in news:
+                if (asked := self.asked.get(number)) is None:  # nobody listens any more
+                    continue
+                if which is None:
+                    asked.accepted.set_result(what)
+                else:
+                    asked.left -= isinstance(what, Ended)
+                    asked.put(which, what)
         self.lost = not self.closing
-        for inbox in self.asked.values():
-            inbox.put_nowait(ended())
+        for asked in self.asked.values():
+            if asked.accepted.done():
+                asked.put(0, Ended(ended(), 0.0, 0.0, 0.0, None, None))
+            else:
+                asked.accepted.set_result(ended())
         if self.lost:
             await asyncio.to_thread(self.process.join, 5)
             log.error("the process that computes has ended", extra={"facts": {"exit_code": self.process.exitcode}})
             self.on_loss()
 
-    async def ask(self, method: str, *values: Any) -> Any:
-        """One answer."""
-        return await anext(self._answers(method, *values))
+    def count(self, made: Callable[[Made], None]) -> None:
+        """Have each call counted."""
+        self.on_call = made
 
-    def stream(self, ask: Ask) -> AsyncIterator[Event]:
-        """The events of a request."""
-        return self._answers("stream", ask)
-
-    async def _answers(self, method: str, *values: Any) -> AsyncIterator[Any]:
-        """What comes back. Who stops listening before the end takes the question back."""
+    def rows(self) -> tuple[int, int]:
+        """In flight and waiting, as last heard of."""
         if self.lost or self.closing:
             raise ended()
-        number, last = next(self.numbers), False
-        inbox = self.asked[number] = asyncio.Queue()
-        self.writer.write(packed((number, method, values)))
+        return self.there
+
+    async def submit(self, all_rows: list[Rows], put: Put) -> int:
+        """Queue all rows, or refuse them; see `Computer`."""
+        if self.lost or self.closing:
+            raise ended()
+        number, accepted = next(self.numbers), asyncio.get_running_loop().create_future()
+        self.asked[number] = _Asked(put, len(all_rows), accepted)
+        self.writer.write(packed((number, all_rows)))
         try:
-            while not last:
-                answer = await inbox.get()
-                if isinstance(answer, tuple) and answer[0] == "refused":
-                    answer = answer[1]
-                last = method != "stream" or isinstance(answer, Refused) or answer[0] == "done"
-                if isinstance(answer, Refused):
-                    raise answer
-                yield answer
-        finally:
+            refusal = await accepted
+        except asyncio.CancelledError:
+            self.leave(number)
+            raise
+        if refusal is not None:
             del self.asked[number]
-            if not last:
-                self.writer.write(packed((number, "leave", ())))
+            raise refusal
+        return number
+
+    def leave(self, number: Any) -> None:
+        """Nobody listens any more: take out what is not written."""
+        if self.asked.pop(number).left and not self.lost:
+            self.writer.write(packed((number, None)))
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """SIGINT and SIGTERM come afterwards; processes that are started meanwhile never see them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@dataclass
+class _Asked:
+    """Rows that were submitted: who hears of them, how many have not ended, and whether they were accepted."""
+
+    put: Put
+    left: int
+    accepted: asyncio.Future[Refused | None]
 
 
 def ended() -> Refused:

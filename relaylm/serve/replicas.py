@@ -22,14 +22,50 @@ from typing import Any
 
 from relaylm.errors import UserError, reason
 from relaylm.serve.metrics import Metrics
-from relaylm.serve.process import Remote, Replica
 from relaylm.serve.request import Ask, Limits, Refused
 
 TRIES = 3
 NAME = "relaylm"
 
 
-class Replicas(Remote):
+class Replica:
+    """A host for questions from another process. A refusal is returned, not raised: Ray would wrap an exception."""
+
+    def __init__(self, sources: list[str], device: str, dtype: str | None, limits: Limits) -> None:
+        from relaylm.serve.compute import Computer
+        from relaylm.serve.families import load_families
+        from relaylm.serve.host import Host
+
+        families = load_families(sources, device, dtype)
+        computer = Computer(families, limits)
+        self.host = Host(families, limits, computer)
+        computer.start()
+
+    async def ask(self, method: str, *values: Any) -> Any:
+        """What a method of the host returns, or why it does not."""
+        try:
+            return await getattr(self.host, method)(*values)
+        except Refused as error:
+            return error
+
+    async def stream(self, ask: Ask) -> AsyncIterator[tuple[str, Any]]:
+        """The events of a request; a refusal is the last one."""
+        try:
+            async for event in self.host.stream(ask):
+                yield event
+        except Refused as error:
+            yield "refused", error
+
+    async def process(self) -> int:
+        """The process's number."""
+        return os.getpid()
+
+    async def check_health(self) -> None:
+        """Ray replaces a replica whose thread has ended."""
+        await self.host.health()
+
+
+class Replicas:
     """The backend that passes requests on; see `app.Backend`."""
 
     def __init__(self, handle: Any, losses: tuple[type[BaseException], ...], status: Any) -> None:
@@ -47,6 +83,18 @@ class Replicas(Remote):
                 raise answer
             return answer
         raise lost()
+
+    def running(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Nothing to begin or end."""
+        return contextlib.nullcontext()
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The entries of GET /v1/models."""
+        return await self.ask("models")
+
+    async def schedule(self, ask: Ask) -> dict[str, Any]:
+        """A schedule as parsed, and what it costs."""
+        return await self.ask("schedule", ask)
 
     async def health(self) -> dict[str, Any]:
         """Replicas that run, and requests under way."""

@@ -19,6 +19,9 @@ for the host. Which rows come next is known from their plans.
 **Decoding rules** that look at the network choose what to write after each call, in a loop of their own
 (`relaylm.sampling.confidence`). Such a request is one unit here: its calls take turns with those of others.
 
+**Values in, values out.** `Rows` come ready to be computed, perhaps from another process, and `Event` and `Ended` say
+what became of them: texts, plans and costs are made elsewhere (`relaylm.serve.host`).
+
 A scheduler runs in one thread (`step`); `submit` and `cancel` may be called from any other.
 """
 
@@ -33,75 +36,58 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from relaylm.core.cost import Cost
-from relaylm.core.plan import Events, Plan
 from relaylm.errors import UserError
-from relaylm.sampling.engine import Engine, Shape, settings
-from relaylm.sampling.graphs import wait_for
-from relaylm.sampling.law import Law
-from relaylm.sampling.queue import call_shapes, pack
+from relaylm.sampling.confidence import RuleRun
+from relaylm.sampling.engine import Call, Engine, settings
+from relaylm.sampling.graphs import Copies, Copy
+from relaylm.sampling.queue import pack
 from relaylm.sampling.result import Event
 from relaylm.serve.request import Refused
+from relaylm.serve.rows import Ended, LaneKey, Made, Planned, Rows
 
 log = logging.getLogger("relaylm.serve")
 PATIENCE = 4  # calls that full ones may take before the row that has waited longest
 LANES = 16  # engines kept for rows to come; more only while they have rows
 
 
-class LaneKey(NamedTuple):
-    """Rows with the same of these share an engine, and so may share calls."""
-
-    family: str
-    length: int
-    law: Law
-    scored: bool  # whether log-probabilities are wanted
-
-
 @dataclass(eq=False)
 class Job:
-    """Rows of one plan on their way. `emit` receives what is written, `ended` the end: None, or what went wrong. Both
-    are called by the scheduler's thread. With `tokens_nL` what planned events write goes there, and not to `emit`."""
+    """Rows on their way. `put` receives what calls write, if the lane is scored, and the end; it is called by the
+    scheduler's thread."""
 
-    lane: LaneKey
-    names: tuple[str, ...]  # of the engine's models
-    plan: Plan
-    batch: int  # rows in a call
-    emit: Callable[[Event], None]
-    ended: Callable[[Refused | None], None]
-    events: Events | None = None  # None for a rule that chooses on the way
-    model_E: np.ndarray | None = None
-    rule: Callable[[Callable[[Event], None]], Any] | None = None  # makes the loop of such a rule
-    tokens_nL: np.ndarray | None = None
-    deadline: float = math.inf
-    cost: Cost | None = None  # of a rule's calls, at the end
+    rows: Rows
+    put: Callable[[Event | Ended], None]
     cancelled: bool = False
     over: bool = False
-    left: int = 0  # rows that are not written
     submitted: float = 0.0
-    began: float = math.inf  # when its first call began
-    finished: float = math.inf
+    began: float = math.inf
+    deadline: float = math.inf
+    cost: Cost | None = None
 
     def __post_init__(self) -> None:
-        self.left = self.plan.n if self.events is not None else 1
-        if self.events is not None:
-            assert self.model_E is not None
-            self.shapes, shape_E = call_shapes(self.events, self.plan.length, self.batch)
-            # Lists: the scheduler reads one number at a time.
-            each = (shape_E, self.model_E, self.events.count_E, self.events.start_E, self.events.t_E)
-            self.shape_of, self.model_of, self.count_of, self.start_of, self.t_of = (x_E.tolist() for x_E in each)
-            self.positions_F, self.step_E = self.events.positions_F, self.events.step_E
+        self.planned = self.rows.calls if isinstance(self.rows.calls, Planned) else None
+        self.left = 1 if self.planned is None else self.rows.plan.n  # that are not written
+        self.tokens_nL = None if self.rows.lane.scored else self.rows.plan.given_nL.copy()
+
+    def write(self, event: Event) -> None:
+        """Pass on what a row's call wrote."""
+        if self.tokens_nL is None:
+            self.put(event)
+        else:
+            self.tokens_nL[event.row, event.positions] = event.tokens
 
 
 @dataclass(eq=False)
 class _Lane:
     engine: Engine
     free: list[int]  # places
+    tokens_PL: np.ndarray  # of each place, as far as calls were fetched
     used: int = 0  # the number of its last call
 
 
@@ -114,18 +100,30 @@ class _Row:
     weight: int = 1
     lane: _Lane | None = None
     place: int = -1
+    calls: list[list[int]] = field(default_factory=list)  # its own of `Planned.each_E5`; lists are read faster
+    times: list[float] = field(default_factory=list)  # of those calls
     next: int = 0
-    end: int = 0
     since: int = 0  # the call before its wait began
     joined: float = 0.0
-    run: Any = None
+    run: RuleRun | None = None
     wrote: list[Event] = field(default_factory=list)  # by a rule's last call
     kind: tuple[Any, ...] = ()
 
     def settle(self) -> None:
         """Note which call the row wants next."""
-        job, at = self.job, self.next
-        self.kind = (id(self),) if job.events is None else (self.lane, job.model_of[at], job.shapes[job.shape_of[at]])
+        if (planned := self.job.planned) is not None:
+            model, shape, *_ = self.calls[self.next]
+            self.kind = self.lane, model, planned.shapes[shape]
+        else:
+            self.kind = (id(self),)
+
+    def leave(self) -> None:
+        """Give back the row's place, or what its rule has captured."""
+        if self.run is not None:
+            self.run.graphs.close()
+        if self.lane is not None:
+            self.lane.free.append(self.place)
+        self.run = self.lane = None
 
 
 @dataclass(eq=False)
@@ -133,43 +131,29 @@ class _Launched:
     """A call of rows that want the same, and what it will have written."""
 
     rows: list[_Row]
-    events: list[int]  # of each row
-    positions: list[np.ndarray]
-    model: int
-    shape: Shape
+    call: Call
     lane: _Lane
-    written: Tensor  # tokens, and log-probabilities or what else is finite if all is well
-    ready: Any  # an event of the device, or None
+    wrote: Copy  # tokens, and log-probabilities or what else is finite if all is well
     began: float
 
 
 @dataclass
-class Made:
-    """A call that was made, for the metrics."""
-
-    lane: LaneKey
-    model: str
-    shape: str  # rows x length : places for the head
-    rows: int
-    padded: int
-    tokens: int
-    seconds: float
-    waited: float = 0.0  # of these the host did nothing but wait for the device
-
-
-@dataclass
 class Scheduler:
-    """See the head of the module. `engine_for` makes the engine of a lane, with `max_rows` places."""
+    """See the head of the module. `engine_for` makes the engine of a lane, with `max_rows` places, `loop_for` the loop
+    of rows under a rule; `after_step` is called after each `step` of `work`."""
 
     engine_for: Callable[[LaneKey, int], Engine]
+    loop_for: Callable[[Rows, Callable[[Event], None]], RuleRun]
     max_rows: int = 64
     max_queue: int = 256
     device: torch.device | str = "cpu"
     clock: Callable[[], float] = time.monotonic
     on_call: Callable[[Made], None] = lambda made: None
+    after_step: Callable[[], None] = lambda: None
     ahead: int = 0  # calls that are launched before what one wrote is fetched
     lanes: dict[LaneKey, _Lane] = field(default_factory=dict)
-    active: list[_Row] = field(default_factory=list)
+    jobs: dict[Job, None] = field(default_factory=dict)  # that are not over
+    active: list[_Row] = field(default_factory=list)  # first those that have waited longest
     waiting: list[tuple[int, int, _Row]] = field(default_factory=list)  # a heap by tag
     calls: int = 0
     admitted: int = 0
@@ -180,11 +164,12 @@ class Scheduler:
         self.changed = threading.Condition()
         self._order = count()
         self._launched: deque[_Launched] = deque()
+        self._copies = Copies()
 
     @property
     def rows_waiting(self) -> int:
         """Rows without a place."""
-        return sum(row.job.plan.n if row.job.events is None else 1 for _, _, row in self.waiting)
+        return sum(row.job.rows.plan.n if row.job.planned is None else 1 for _, _, row in self.waiting)
 
     @property
     def rows_in_flight(self) -> int:
@@ -193,7 +178,7 @@ class Scheduler:
 
     def submit(self, jobs: list[Job]) -> None:
         """Queue all rows of the jobs, or refuse them."""
-        rows = sum(job.plan.n for job in jobs)
+        rows = sum(job.rows.plan.n for job in jobs)
         with self.changed:
             if self.closing:
                 raise Refused(503, "the server is shutting down", "shutting_down", retry_after=10)
@@ -204,9 +189,10 @@ class Scheduler:
                 raise Refused(429, f"{waiting} rows are waiting already: try again later", "busy", retry_after=after)
             tag = self.admitted
             for job in jobs:
-                job.submitted = self.clock()
+                self.jobs[job], job.submitted = None, self.clock()
+                job.deadline = job.submitted + job.rows.timeout
                 for number in range(job.left):
-                    weight = 1 if job.events is not None else min(job.plan.n, job.batch, self.max_rows)
+                    weight = 1 if job.planned is not None else min(job.rows.plan.n, job.rows.batch, self.max_rows)
                     heapq.heappush(self.waiting, (tag, next(self._order), _Row(job, number, weight)))
                     tag += 1
             self.changed.notify()
@@ -228,7 +214,9 @@ class Scheduler:
         """Make calls as long as there is something to do; wait for more until closed."""
         with settings(self.device):
             while True:
-                if not self.step():
+                busy = self.step()
+                self.after_step()
+                if not busy:
                     with self.changed:
                         self.changed.wait_for(lambda: self.waiting or self.closing)
                         if not self.waiting:
@@ -243,7 +231,7 @@ class Scheduler:
         self.calls += 1
         rows = self._choose()
         try:
-            if rows[0].job.events is None:
+            if rows[0].job.planned is None:
                 self._run_rule(rows[0])
             else:
                 self._launch(rows)
@@ -278,11 +266,11 @@ class Scheduler:
     def _leave(self) -> None:
         now = self.clock()
         with self.changed:
-            jobs = {row.job for row in self.active} | {row.job for _, _, row in self.waiting}
+            jobs = [job for job in self.jobs if job.cancelled or now > job.deadline]
         for job in jobs:
             if job.cancelled:
                 self._end(job, Refused(499, "the client has disconnected", "cancelled"))
-            elif now > job.deadline:
+            else:
                 self._end(job, Refused(504, "the request took longer than the server allows", "timeout"))
 
     def _join(self) -> None:
@@ -303,16 +291,18 @@ class Scheduler:
 
     def _seat(self, row: _Row) -> None:
         """Give a row its place in the engine of its lane."""
-        job = row.job
-        if job.events is not None:
-            if job.lane not in self.lanes:
+        rows, planned = row.job.rows, row.job.planned
+        if planned is not None:
+            if rows.lane not in self.lanes:
                 self._forget()
-                engine = self.engine_for(job.lane, self.max_rows)
-                self.lanes[job.lane] = _Lane(engine, list(range(self.max_rows)))
-            row.lane = self.lanes[job.lane]
+                engine = self.engine_for(rows.lane, self.max_rows)
+                nothing = np.zeros((self.max_rows, rows.lane.length), dtype=np.int64)
+                self.lanes[rows.lane] = _Lane(engine, list(range(self.max_rows)), nothing)
+            row.lane = self.lanes[rows.lane]
             row.place = row.lane.free.pop()
-            row.lane.engine.seat(row.place, job.plan, row.number)
-            row.next, row.end = job.events.row_ptr_n1[row.number : row.number + 2].tolist()
+            row.lane.engine.seat(row.place, rows.plan, row.number)
+            own = slice(*planned.row_ptr_n1[row.number : row.number + 2])
+            row.calls, row.times = planned.each_E5[own].tolist(), planned.t_E[own].tolist()
         row.settle()
 
     def _forget(self) -> None:
@@ -324,87 +314,96 @@ class Scheduler:
     def _choose(self) -> list[_Row]:
         """The rows of the next call, longest wait first."""
         groups: dict[tuple[Any, ...], list[_Row]] = {}
-        for row in sorted(self.active, key=lambda row: row.since):  # stable: those that came first
+        for row in self.active:
             groups.setdefault(row.kind, []).append(row)
         first = next(iter(groups.values()))
-        full = next((group for group in groups.values() if len(group) >= group[0].job.batch), None)
+        full = next((group for group in groups.values() if len(group) >= group[0].job.rows.batch), None)
         if full is not None and self.calls - first[0].since <= PATIENCE:
             first = full
-        return first[: first[0].job.batch]
+        return first[: first[0].job.rows.batch]
 
     def _launch(self, rows: list[_Row]) -> None:
         """One call of rows that want the same. They go on to their next events at once."""
-        lane, first = rows[0].lane, rows[0].job
-        model, shape = first.model_of[rows[0].next], first.shapes[first.shape_of[rows[0].next]]
+        lane, (_, model, shape) = rows[0].lane, rows[0].kind
         assert lane is not None
-        counts, parts, times, total = [], [], [], 0
+        places, counts, times, parts, total = [], [], [], [], 0
         for row in rows:
-            job = row.job
-            due, start = job.count_of[row.next], job.start_of[row.next]
+            planned, (_, _, due, start, _) = row.job.planned, row.calls[row.next]
+            assert planned is not None
             if (total := total + due) > shape.kept:  # the head's places are taken; the first row always fits
                 break
+            places.append(row.place)
             counts.append(due)
-            parts.append(job.positions_F[start : start + due])
-            times.append(job.t_of[row.next])
+            times.append(row.times[row.next])
+            parts.append(planned.positions_F[start : start + due])
         rows = rows[: len(counts)]
-        places_R, events_R = (np.array([getattr(row, name) for row in rows]) for name in ("place", "next"))
-        call = pack(model, shape, places_R, events_R, np.array(counts), np.concatenate(parts), np.array(times))
+        each = (places, [row.next for row in rows], counts, times)
+        rows_R, events_R, counts_R, t_R = (np.array(values) for values in each)
+        call = pack(model, shape, rows_R, events_R, counts_R, np.concatenate(parts), t_R)
         began, lane.used = self.clock(), self.calls
-        token_N, logprob_N, _ = lane.engine.run(call)
-        written, ready = _copied(token_N, logprob_N)
-        self._launched.append(_Launched(rows, events_R.tolist(), parts, model, shape, lane, written, ready, began))
+        wrote = self._copies.of(lane.engine.send(call))
+        self._launched.append(_Launched(rows, call, lane, wrote, began))
+        gone = set(rows)
+        self.active = [row for row in self.active if row not in gone]
         for row in rows:
             row.next, row.since, row.job.began = row.next + 1, self.calls, min(row.job.began, began)
-            if row.next == row.end:
-                self._remove([row])  # what comes into its place is written after this call
+            if row.next == len(row.calls):
+                row.leave()  # what comes into its place is written after this call
             else:
                 row.settle()
+                self.active.append(row)
 
-    def _deliver(self, call: _Launched) -> None:
+    def _deliver(self, launched: _Launched) -> None:
         """Wait for a call, and pass on what it wrote."""
-        reached = self.clock()
-        wait_for(call.ready)
-        waited = self.clock() - reached
-        written_N, logprob_N = call.written.numpy()
-        token_N, finite = written_N.astype(np.int64), bool(np.isfinite(logprob_N).all())
-        end, model = 0, call.rows[0].job.names[call.model]
-        for row, number, positions in zip(call.rows, call.events, call.positions, strict=True):
-            job, mine = row.job, slice(end, end + len(positions))
-            end += len(positions)
+        call, lane, reached = launched.call, launched.lane, self.clock()
+        wrote_2N = launched.wrote.read()
+        waited, total = self.clock() - reached, len(call.due_F)
+        token_F, score_F = wrote_2N[0, :total].astype(np.int64), wrote_2N[1, :total]
+        lane.tokens_PL[np.repeat(call.rows_R, call.counts_R), call.due_F] = token_F
+        finite, first, end = bool(np.isfinite(score_F).all()), launched.rows[0].job, 0
+        assert first.planned is not None
+        model = first.planned.names[call.model]
+        for row, at, due in zip(launched.rows, call.events_R.tolist(), call.counts_R.tolist(), strict=True):
+            job, mine = row.job, slice(end, end := end + due)
             if job.over:
                 continue
-            if not finite and not np.isfinite(logprob_N[mine]).all():
+            if not finite and not np.isfinite(score_F[mine]).all():
                 self._end(job, Refused(503, "a model gave logits that are not finite", "model_failed"))
                 continue
-            if job.tokens_nL is not None:
-                job.tokens_nL[row.number, positions] = token_N[mine]
-            else:
-                step, written = int(job.step_E[number]), (token_N[mine].tolist(), logprob_N[mine].tolist())
-                job.emit(Event(row.number, step, job.t_of[number], model, positions.tolist(), *written))
-            if number + 1 == row.end:
+            if job.tokens_nL is None:
+                wrote = (x_F[mine].tolist() for x_F in (call.due_F, token_F, score_F))
+                job.put(Event(row.number, row.calls[at][-1], row.times[at], model, *wrote))
+            if at + 1 == len(row.calls):
+                if job.tokens_nL is not None:
+                    tokens_L = job.tokens_nL[row.number]
+                    np.copyto(tokens_L, lane.tokens_PL[row.place], where=tokens_L < 0)
                 self._written(row)
-        first, rows, padded = call.rows[0].job, len(call.rows), call.shape.rows - len(call.rows)
-        shape_text = f"{call.shape.rows}x{first.plan.length}:{call.shape.kept}"
-        self.on_call(Made(first.lane, model, shape_text, rows, padded, end, self.clock() - call.began, waited))
+        self._copies.keep(launched.wrote)
+        key, rows, b = first.rows.lane, len(launched.rows), call.shape.rows
+        text, seconds = f"{b}x{key.length}:{call.shape.kept}", self.clock() - launched.began
+        self.on_call(Made(key.family, model, text, rows, b - rows, total, seconds, waited))
 
     def _run_rule(self, row: _Row) -> None:
         """One call of a request under a rule."""
         job, began = row.job, self.clock()
         job.began = min(job.began, began)
-        assert job.rule is not None
-        row.run = row.run or job.rule(row.wrote.append)
+        row.run = row.run or self.loop_for(job.rows, row.wrote.append)
         more = row.run.step()
         row.since = self.calls
+        self.active.remove(row)
+        self.active.append(row)
         if row.wrote:
             rows, tokens = len(row.wrote), sum(len(event.tokens) for event in row.wrote)
             for event in row.wrote:
-                job.emit(event)
-            facts = row.wrote[0].model, f"{job.batch}x{job.plan.length}:rule", rows, job.batch - rows, tokens
-            self.on_call(Made(job.lane, *facts, self.clock() - began))
+                job.write(event)
+            key, b = job.rows.lane, job.rows.batch
+            facts = row.wrote[0].model, f"{b}x{key.length}:rule", rows, b - rows, tokens
+            self.on_call(Made(key.family, *facts, self.clock() - began))
             row.wrote.clear()
         if not more:
             job.cost = row.run.samples(time.perf_counter()).cost
-            self._remove([row])
+            self.active.remove(row)
+            row.leave()
             self._written(row)
 
     def _written(self, row: _Row) -> None:
@@ -418,33 +417,13 @@ class Scheduler:
         """Take out what is left of a job, and say how it ended."""
         if job.over:
             return
-        self._remove([row for row in self.active if row.job is job])
+        job.over = True
+        for row in [row for row in self.active if row.job is job] if job.left else []:
+            self.active.remove(row)
+            row.leave()
         with self.changed:
+            del self.jobs[job]
             if any(row.job is job for _, _, row in self.waiting):
                 self.waiting = [entry for entry in self.waiting if entry[2].job is not job]
                 heapq.heapify(self.waiting)
-        job.over, job.finished = True, self.clock()
-        job.ended(error)
-
-    def _remove(self, rows: list[_Row]) -> None:
-        for row in rows:
-            self.active.remove(row)
-            if row.run is not None:
-                row.run.graphs.close()
-                row.run = None
-            if row.lane is not None:
-                row.lane.free.append(row.place)
-                row.lane = None
-
-
-def _copied(token_N: Tensor, logprob_N: Tensor) -> tuple[Tensor, Any]:
-    """What a call wrote, on the host once the event is over; the next call may overwrite the call's own. Each
-    operation on a device gives other threads the interpreter, so there are few: a float64 holds a token's number."""
-    written = torch.stack((token_N, logprob_N))
-    if written.device.type != "cuda":
-        return written, None
-    host = torch.empty(written.shape, dtype=written.dtype, pin_memory=True)
-    host.copy_(written, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return host, event
+        job.put(Ended(error, job.submitted, job.began, self.clock(), job.tokens_nL, job.cost))

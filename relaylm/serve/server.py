@@ -32,7 +32,15 @@ class Protocol(H11Protocol):
             self.transport.abort()
 
 
-def run(backend: Backend, settings: Settings, address: str, port: int, most: int, grace: float) -> None:
+def run(
+    backend: Backend,
+    settings: Settings,
+    address: str,
+    port: int,
+    most: int,
+    grace: float,
+    worker: Worker | None = None,
+) -> None:
     """Serve until SIGINT or SIGTERM, or until the process that computes is lost; then finish what runs, for at most
     `grace` seconds."""
     start_log()
@@ -57,8 +65,8 @@ def run(backend: Backend, settings: Settings, address: str, port: int, most: int
             h11_max_incomplete_event_size=1 << 15,  # bytes of headers
         )
         server = uvicorn.Server(config)
-        if isinstance(backend, Worker):
-            backend.on_loss = lambda: setattr(server, "should_exit", True)
+        if worker is not None:
+            worker.on_loss = lambda: setattr(server, "should_exit", True)
         server.run([listener])
 
 
@@ -81,8 +89,11 @@ def serve(
         run(replicas_there, settings, *address, most * (replicas or 16), limits.timeout)
         return
     worker = Worker(sources, device, dtype, limits)
+    from relaylm.serve.host import Host  # needs PyTorch, which was imported while the other process loaded
+
     try:
-        run(worker, settings, *address, most, limits.timeout)
+        host = Host(worker.families, limits, worker)
+        run(host, settings, *address, most, limits.timeout, worker)
     finally:
         worker.close()
     if worker.lost:

@@ -79,8 +79,8 @@ def row_pieces(family: Family, tokens_L: np.ndarray) -> list[str]:
     pieces = pieces_of(family, tokens_L)
     if family.tokenizer is None or BROKEN not in "".join(pieces):
         return pieces
-    for start, piece in enumerate(pieces):
-        for end in range(start + 2, min(start + 8, len(pieces)) + 1) if BROKEN in piece else ():
+    for start in [at for at, piece in enumerate(pieces) if BROKEN in piece]:
+        for end in range(start + 2, min(start + 8, len(pieces)) + 1) if pieces[start] else ():
             if BROKEN not in pieces[end - 1]:
                 break
             text = family.tokenizer.decode_partial(tokens_L[start:end], family.mask_id)

@@ -15,7 +15,9 @@ import uvicorn
 import relaylm
 from relaylm.models.family import Family
 from relaylm.serve.app import Settings, create_app
-from relaylm.serve.host import Host, Limits
+from relaylm.serve.compute import Computer
+from relaylm.serve.host import Host
+from relaylm.serve.request import Limits
 from relaylm.serve.server import Protocol
 
 
@@ -23,8 +25,9 @@ class Running:
     """A server in a thread."""
 
     def __init__(self, family: Family, settings: Settings | None = None, **limits: Any) -> None:
-        self.host = Host({"tiny": family}, Limits(**limits))
-        app = create_app(self.host, settings or Settings())
+        computer = Computer({"tiny": family}, Limits(**limits))
+        self.scheduler = computer.scheduler
+        app = create_app(Host({"tiny": family}, Limits(**limits), computer), settings or Settings())
         config = uvicorn.Config(
             app, port=0, http=Protocol, log_config=None, ws="none", h11_max_incomplete_event_size=1 << 15
         )
@@ -45,7 +48,7 @@ class Running:
         assert not self.thread.is_alive()
 
     def idle(self) -> bool:
-        return not self.host.scheduler.active and not self.host.scheduler.waiting
+        return not self.scheduler.active and not self.scheduler.waiting
 
     def settled(self) -> bool:
         """Whether all rows are gone, now or very soon."""

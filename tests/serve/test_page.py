@@ -22,7 +22,7 @@ import uvicorn
 import relaylm
 from relaylm.cli import main as cli
 from relaylm.serve.app import Settings, create_app
-from relaylm.serve.host import Host, Limits
+from relaylm.serve.host import Host
 from relaylm.show.colours import colour_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -41,7 +41,7 @@ def family() -> Any:
 @pytest.fixture(scope="module")
 def address(family: Any) -> Iterator[str]:
     """A server in a thread."""
-    app = create_app(Host({"wiki-char": family}, Limits()), Settings())
+    app = create_app(Host({"wiki-char": family}), Settings())
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, ws="none"))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ from typing import Any
 
 import httpx
 import pytest
+from hostile import attack
+from test_http import Running
 
 import relaylm
 from relaylm.models.family import Family
@@ -111,6 +114,83 @@ def test_texts_are_those_of_sample_and_a_signal_lets_them_end(folder: Path, fami
             for pid in (one.child, one.process.pid):  # as systemd does: to both
                 os.kill(pid, signal.SIGTERM)
             assert any("event: done" in line for line in lines)
+        code, log = one.end()
+        assert code == -signal.SIGTERM and "Traceback" not in log and '"level": "error"' not in log
+
+
+ASKS: list[dict[str, Any]] = [
+    {"prompt": "the ", "length": 32, "steps": 8, "n": 3, "schedule": "sandwich:50%"},
+    {"infill": "the ____ of __ river", "spacing": 3, "stream": False},
+    {"length": 16, "rule": "dus:8", "n": 2, "temperature": 0},
+    {"length": 16, "rule": "threshold:0.5", "n": 3, "schedule": "L50% H50%"},
+    {"length": 16, "rule": "remdm-cap:0.2", "steps": 8, "temperature": 0.9, "stream": False},
+    {"length": 16, "rule": "random", "steps": 4, "stream": False},
+    {"prompt": ["the ", "history of "], "max_tokens": 9, "n": 2, "logprobs": 1, "echo": True, "top_p": 0.8},
+    {"prompt": ["the ", "history of "], "max_tokens": 9, "rule": "low-confidence", "steps": 3},
+    {"prompt": "the ", "max_tokens": 9, "stream": True, "stream_options": {"include_usage": True}},
+]
+
+
+def said(client: httpx.Client, ask: dict[str, Any]) -> list[Any]:
+    """The answer, but for what is another one every time: events of different rows may overtake each other."""
+    path = "/v1/completions" if "max_tokens" in ask else "/v1/denoise"
+    answer = client.post(path, json={"seed": 7, **ask})
+    assert answer.status_code == 200, answer.text
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        found = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+        values = [json.loads(data) for data in found]
+    else:
+        values = [answer.json()]
+    for value in values:
+        for at in (value, value.get("relaylm") or {}):
+            for name in ("id", "created", "seconds_queued", "seconds_computing"):
+                at.pop(name, None)
+    return sorted(values, key=lambda value: value.get("row", -1 if "given" in value else 99))
+
+
+def test_two_processes_answer_as_one_does(folder: Path, family: Family) -> None:
+    alone = Running(family)
+    try:
+        with served("--family", str(folder)) as one:
+            for ask in ASKS:
+                assert said(one.client, ask) == said(alone.client, ask), ask
+    finally:
+        alone.close()
+
+
+def test_over_the_limits_of_the_other_process_requests_are_refused(folder: Path) -> None:
+    with served("--family", str(folder), "--max-rows", "1", "--max-queue", "2") as one:
+        asks = [{**ASK, "steps": "inf", "seed": seed} for seed in range(6)]
+        answers: list[httpx.Response] = []
+        threads = [
+            threading.Thread(target=lambda ask=ask: answers.append(one.client.post("/v1/denoise", json=ask)))
+            for ask in asks
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert {answer.status_code for answer in answers} == {200, 429}
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers if answer.status_code == 429)
+        late = one.client.post("/v1/denoise", json={**ASK, "length": 33})
+        assert late.status_code == 400 and "33" in late.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("numbers", [range(200), pytest.param(range(300, 10_300), marks=pytest.mark.slow)])
+def test_hostile_requests_leave_nothing_in_either_process(folder: Path, family: Family, numbers: range) -> None:
+    with served("--family", str(folder), "--max-queue", "64") as one:
+        counts = asyncio.run(attack(one.client.base_url.port or 0, numbers))
+        print(dict(counts))
+        assert counts["400"] > len(numbers) / 10 and counts["200"] > 0
+        until = time.monotonic() + 20
+        while one.client.get("/health").json()["rows_in_flight"] and time.monotonic() < until:
+            time.sleep(0.02)
+        assert one.client.get("/health").json() == {"status": "ok", "rows_in_flight": 0, "rows_waiting": 0}
+        answer = one.client.post("/v1/denoise", json=ASK).json()
+        options: dict[str, Any] = {name: ASK[name] for name in ("prompt", "length", "steps", "seed")}
+        size = answer["relaylm"]["batch_size"]
+        assert answer["texts"] == relaylm.sample(family, "sandwich:50%", 2, batch_size=size, **options).texts
+        one.process.terminate()
         code, log = one.end()
         assert code == -signal.SIGTERM and "Traceback" not in log and '"level": "error"' not in log
 

@@ -14,9 +14,10 @@ import pytest
 
 import relaylm
 from relaylm.models.family import Family
-from relaylm.serve.host import Host, Limits
+from relaylm.serve.compute import Computer
+from relaylm.serve.host import Host
 from relaylm.serve.replicas import Replica, Replicas
-from relaylm.serve.request import Ask, Refused
+from relaylm.serve.request import Ask, Limits, Refused
 
 
 class Lost(Exception):
@@ -52,18 +53,19 @@ class Handle:
 
 @pytest.mark.parametrize("losses", [[10**9], [0, 10**9], [5, 10**9], [1, 9, 10**9]])
 def test_a_lost_replica_is_not_seen_in_the_stream(family: Family, losses: list[int]) -> None:
-    host = Host({"tiny": family}, Limits())
+    computer = Computer({"tiny": family}, Limits())
+    host = Host({"tiny": family}, Limits(), computer)
     ask = Ask(prompt="the ", length=20, steps=8, n=2, seed=3, schedule="L50% H50%", stream=True)
 
     async def all_of(backend: Any) -> list[Any]:
         return [event async for event in backend.stream(ask)]
 
-    host.start()
+    computer.start()
     try:
         expected = asyncio.run(all_of(host))
         found = asyncio.run(all_of(Replicas(Handle(host, losses), (Lost,), None)))
     finally:
-        host.close()
+        computer.close()
     for events in (expected, found):
         events[0][1].pop("id")
         for name in ("seconds_queued", "seconds_computing"):
@@ -76,8 +78,9 @@ def test_a_lost_replica_is_not_seen_in_the_stream(family: Family, losses: list[i
 
 
 def test_after_several_losses_the_request_is_refused(family: Family) -> None:
-    host = Host({"tiny": family}, Limits())
-    host.start()
+    computer = Computer({"tiny": family}, Limits())
+    host = Host({"tiny": family}, Limits(), computer)
+    computer.start()
 
     async def all_of() -> None:
         async for _ in Replicas(Handle(host, [2, 3, 4]), (Lost,), None).stream(
@@ -89,7 +92,7 @@ def test_after_several_losses_the_request_is_refused(family: Family) -> None:
         with pytest.raises(Refused) as refused:
             asyncio.run(all_of())
     finally:
-        host.close()
+        computer.close()
     assert refused.value.status == 503 and refused.value.retry_after
 
 
