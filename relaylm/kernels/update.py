@@ -54,10 +54,10 @@ if triton is not None:
 
     @triton.jit
     def _subtract_kernel(
-        params, stack, rate, times, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-    ):
+        weights, stack, rate, times, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    ):  # no argument may be called `params`: Triton's launcher has a variable of that name
         row, column, inside = _tile(rows, columns, ROWS, COLUMNS)
-        param_at = _chosen(params, tl.program_id(1)) + row * columns + column
+        param_at = _chosen(weights, tl.program_id(1)) + row * columns + column
         source = stack + tl.program_id(1) * rows * columns + row * row_stride + column * column_stride
         change = tl.load(source, mask=inside, other=0.0).to(tl.float32) * (tl.load(rate) * times)
         tl.store(param_at, tl.load(param_at, mask=inside, other=0.0) - change, mask=inside)
