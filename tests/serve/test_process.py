@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from hostile import attack
 from test_http import Running
 
 import relaylm
@@ -172,6 +174,25 @@ def test_over_the_limits_of_the_other_process_requests_are_refused(folder: Path)
         assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers if answer.status_code == 429)
         late = one.client.post("/v1/denoise", json={**ASK, "length": 33})
         assert late.status_code == 400 and "33" in late.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("numbers", [range(200), pytest.param(range(300, 10_300), marks=pytest.mark.slow)])
+def test_hostile_requests_leave_nothing_in_either_process(folder: Path, family: Family, numbers: range) -> None:
+    with served("--family", str(folder), "--max-queue", "64") as one:
+        counts = asyncio.run(attack(one.client.base_url.port or 0, numbers))
+        print(dict(counts))
+        assert counts["400"] > len(numbers) / 10 and counts["200"] > 0
+        until = time.monotonic() + 20
+        while one.client.get("/health").json()["rows_in_flight"] and time.monotonic() < until:
+            time.sleep(0.02)
+        assert one.client.get("/health").json() == {"status": "ok", "rows_in_flight": 0, "rows_waiting": 0}
+        answer = one.client.post("/v1/denoise", json=ASK).json()
+        options: dict[str, Any] = {name: ASK[name] for name in ("prompt", "length", "steps", "seed")}
+        size = answer["relaylm"]["batch_size"]
+        assert answer["texts"] == relaylm.sample(family, "sandwich:50%", 2, batch_size=size, **options).texts
+        one.process.terminate()
+        code, log = one.end()
+        assert code == -signal.SIGTERM and "a call failed" not in log
 
 
 def test_when_the_process_that_computes_is_lost_the_server_says_so_and_ends(folder: Path) -> None:
