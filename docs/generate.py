@@ -97,11 +97,12 @@ def _signature(name: str, thing: Any) -> str:
 
 
 def _members(thing: Any) -> Iterator[tuple[str, str]]:
-    """Fields of a dataclass, then properties and methods that have a docstring."""
+    """Fields of a dataclass, then properties and methods of this package that have a docstring."""
     for field in dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ():
         if not field.name.startswith("_"):
             yield field.name, str(field.type)
-    for name, member in vars(thing).items():
+    own = [vars(kind) for kind in reversed(thing.__mro__) if kind.__module__.startswith("relaylm.")]
+    for name, member in {name: member for members in own for name, member in members.items()}.items():
         found = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
         if name.startswith("_") or not inspect.getdoc(found):
             continue

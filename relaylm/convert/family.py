@@ -82,7 +82,7 @@ def describe(
     names: Sequence[str] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """What `relaylm info` shows: the keys of `models.catalogue.describe`, and the format for a checkpoint. Reads names,
+    """What `relaylm info` shows: the keys of `models.family.describe`, and the format for a checkpoint. Reads names,
     shapes and configurations, not the weights."""
     if isinstance(source, (str, Path)) and recognise(source, revision) is None:
         return describe_family(source)

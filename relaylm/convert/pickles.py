@@ -245,21 +245,21 @@ class _Machine:
 
     def reduce(self, function: Any, arguments: Any) -> Any:
         known = str(function) if isinstance(function, _Global) else ""
-        if isinstance(arguments, tuple):
-            if known == "collections.OrderedDict" and not arguments:
+        match known, arguments if isinstance(arguments, tuple) else None:
+            case "collections.OrderedDict", ():
                 return {}
-            if known == "collections.OrderedDict" and len(arguments) == 1 and isinstance(arguments[0], list):
-                return {_key(key): value for key, value in arguments[0]}
-            if known in ("builtins.set", "__builtin__.set") and len(arguments) == 1 and isinstance(arguments[0], list):
-                return set(map(_key, arguments[0]))
-            if known == "_codecs.encode" and len(arguments) == 2 and isinstance(arguments[0], str):
-                return arguments[0].encode("latin1")  # how protocol 2 writes bytes
-            if known == "torch.Size" and len(arguments) == 1 and isinstance(arguments[0], tuple):
-                return arguments[0]
-            if known == "torch._utils._rebuild_tensor_v2" and len(arguments) >= 4:
-                return self.tensor(*arguments[:4])
-            if known == "torch._utils._rebuild_parameter" and arguments:
-                return arguments[0]
+            case "collections.OrderedDict", (list() as pairs,):
+                return {_key(key): value for key, value in pairs}
+            case (("builtins.set" | "__builtin__.set"), (list() as items,)):
+                return set(map(_key, items))
+            case "_codecs.encode", (str() as text, _):  # how protocol 2 writes bytes
+                return text.encode("latin1")
+            case "torch.Size", (tuple() as sizes,):
+                return sizes
+            case "torch._utils._rebuild_tensor_v2", (storage, offset, shape, stride, *_):
+                return self.tensor(storage, offset, shape, stride)
+            case "torch._utils._rebuild_parameter", (data, *_):
+                return data
         return Opaque(known or brief(function), arguments)
 
     def storage(self, identity: Any) -> Any:

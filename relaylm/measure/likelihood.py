@@ -224,15 +224,20 @@ def bound(
     mask = first.mask_id if mask_id is None else mask_id
     where = _device(first, device)
     n, length = tokens_NL.shape
+    real_N = np.full(n, length) if real_N is None else real_N
     m_ND = mask_counts(n, length, draws, seed)
+    rising = np.asarray([] if timetable is None else timetable.times[::-1])
     total_N = np.zeros(n)
     for start, stop in _batches(n, length, batch_size, first):
         tokens_BL = torch.from_numpy(tokens_NL[start:stop].astype(np.int64)).to(where)
-        scored_BL = _real(tokens_BL, None if real_N is None else real_N[start:stop])
+        scored_BL = _real(tokens_BL, real_N[start:stop])
         for draw in range(draws):
             u_BL = uniforms(seed, np.arange(start, stop), length, draw)
             t_B = np.take_along_axis(np.sort(u_BL, axis=1), m_ND[start:stop, draw, None] - 1, axis=1)[:, 0]
-            t_B, name_B = _on_grid(t_B, timetable)
+            name_B = np.full(len(t_B), "")
+            if timetable is not None:  # rounded up: rising[i - 1] < t <= rising[i] at the paper's step i
+                i_B = np.searchsorted(rising, t_B, side="left")
+                t_B, name_B = rising[i_B], np.asarray([timetable.s(int(i)) for i in i_B])
             masked = u_BL <= t_B[:, None]
             masked_BL = torch.from_numpy(masked).to(where)
             noisy_BL = torch.where(masked_BL, mask, tokens_BL)
@@ -250,7 +255,7 @@ def bound(
             total_N[start:stop] += sums_B.cpu().numpy() * (length / masked.sum(axis=1)) / draws
         if on_rows is not None:
             on_rows(stop, n)
-    return _interval(total_N, np.full(n, length) if real_N is None else real_N, draws)
+    return _interval(total_N, real_N, draws)
 
 
 def causal_bound(
@@ -265,24 +270,16 @@ def causal_bound(
     """Bits per symbol under a left-to-right model, the first symbol of each row given."""
     where = _device(model, device)
     n, length = tokens_NL.shape
+    real_N = np.full(n, length) if real_N is None else real_N
     total_N = np.zeros(n)
     for start, stop in _batches(n, length, batch_size, model):
         tokens_BL = torch.from_numpy(tokens_NL[start:stop].astype(np.int64)).to(where)
-        scored_BL = _real(tokens_BL, None if real_N is None else real_N[start:stop])[:, 1:]
+        scored_BL = _real(tokens_BL, real_N[start:stop])[:, 1:]
         with torch.no_grad(), _autocast(where, precision):
             logits_BLV = model.logits(tokens_BL, torch.ones(stop - start, device=where))[:, :-1]
         nll_BL = F.cross_entropy(logits_BLV.float().transpose(1, 2), tokens_BL[:, 1:], reduction="none").double()
         total_N[start:stop] = (nll_BL * scored_BL).sum(dim=1).cpu().numpy()
-    return _interval(total_N, (np.full(n, length) if real_N is None else real_N) - 1, 1)
-
-
-def _on_grid(t_B: np.ndarray, timetable: Timetable | None) -> tuple[np.ndarray, np.ndarray]:
-    """Times rounded up to the grid, and the names of the models that run there."""
-    if timetable is None:
-        return t_B, np.full(len(t_B), "")
-    rising = np.asarray(timetable.times[::-1])
-    i_B = np.searchsorted(rising, t_B, side="left")  # the paper's step: rising[i - 1] < t <= rising[i]
-    return rising[i_B], np.asarray([timetable.s(int(i)) for i in i_B])
+    return _interval(total_N, real_N - 1, 1)
 
 
 def _device(model: Any, device: torch.device | str | None) -> torch.device:
@@ -297,9 +294,7 @@ def _batches(n: int, length: int, batch_size: int | None, model: Any) -> list[tu
     return [(start, min(n, start + batch_size)) for start in range(0, n, batch_size)]
 
 
-def _real(tokens_BL: Tensor, real_B: np.ndarray | None) -> Tensor:
-    if real_B is None:
-        return torch.ones_like(tokens_BL, dtype=torch.bool)
+def _real(tokens_BL: Tensor, real_B: np.ndarray) -> Tensor:
     real = torch.from_numpy(np.asarray(real_B).astype(np.int64)).to(tokens_BL.device)
     return torch.arange(tokens_BL.shape[1], device=tokens_BL.device) < real[:, None]
 

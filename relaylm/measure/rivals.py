@@ -3,7 +3,7 @@ r"""What is compared: the schedules asked for, the light and the heavy model alo
 **Rivals.** A mixed schedule is worthwhile only if nothing simpler does as well at the same cost. So each is compared at
 its number of floating-point operations with one model of middle depth at every step, the heavy model in fewer steps,
 the heavy model on spaced plans, and the same number of light steps spread evenly or at random. The light and the heavy
-model alone are always compared too, since each row's share of the quality gap is counted between them (`verdict`).
+model alone are always compared too, since each row's share of the quality gap is counted between them (`compare`).
 
 Operations are compared in expectation over plans, which is exact and does not depend on the seed (`cost.mean_price`).
 

@@ -380,9 +380,14 @@ def _check_storable(
 def _write_network(
     root: Path, where: str, network: Transformer, dtype: torch.dtype | None, max_shard_bytes: int
 ) -> dict[str, Any]:
-    """Write a network's tensors in shards, and return its entry in the manifest."""
-    dtype = dtype or _lossless(network)
+    """Write a network's tensors in shards, by default in the narrowest type that keeps every digit of the weights, and
+    return its entry in the manifest."""
     state = {name: value.detach() for name, value in network.named_parameters()}
+
+    def keeps(dtype: torch.dtype) -> bool:
+        return all(torch.equal(p.to(_stored_dtype(p, dtype)).to(p.dtype), p) for p in state.values())
+
+    dtype = dtype or next(filter(keeps, (torch.bfloat16, torch.float32)), torch.float64)
     shards: list[list[str]] = [[]]
     left = max_shard_bytes
     for name, value in state.items():
@@ -406,14 +411,6 @@ def _write_network(
         "dtype": _name(dtype),
         "parameters": sum(value.numel() for value in state.values()),
     }
-
-
-def _lossless(network: Transformer) -> torch.dtype:
-    """The narrowest type that keeps every digit of the weights (vectors stay in float32)."""
-    for dtype in (torch.bfloat16, torch.float32):
-        if all(torch.equal(p.to(_stored_dtype(p, dtype)).to(p.dtype), p) for p in network.parameters()):
-            return dtype
-    return torch.float64
 
 
 def front_matter(licence: str, library: str = "relaylm") -> str:

@@ -1,6 +1,6 @@
 r"""What training minimises, and the batches it sees: both as functions, with no state of their own.
 
-**The loss** is the continuous-time objective of `diffusion`, for each token
+**The loss** is the continuous-time objective of `core.plan`, for each token
 
     loss = 1/(B L)  sum_b 1/t_b  sum_{l masked in row b}  -log p_theta(x_l | z_t),        masked iff u_bl <= t_b,
 
