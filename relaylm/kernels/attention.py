@@ -1,16 +1,14 @@
 r"""Attention over short rows, forward and backward, in Triton, for sampling and training.
 
 Queries, keys and values come in one matrix (B, L, 3D), queries and keys rotated; gradients leave un-rotated and packed
-alike. Up to a few hundred positions this is faster than PyTorch's attention; in longer rows the gradient alone is, and
-`library_attention` is the forward pass.
+alike. Up to a few hundred positions this is faster than PyTorch's attention.
 
 The forward pass keeps log2 of each query's normaliser, from which the backward pass recomputes the probabilities P:
 
     dV = P' dO,  dS = P (dO V' - rowsum(dO O)),  dK = dS' Q,  dQ = dS K.
 
-`_whole_row_gradient_kernel` computes P once, and so does `_by_keys_gradient_kernel`, in longer rows;
-`_attention_gradient_kernel` twice, for a block of keys over all queries, and for a block of queries over all keys. None
-uses atomics: every sum has a fixed order.
+`_whole_row_gradient_kernel` computes P once; `_attention_gradient_kernel` twice, for a block of keys over all queries,
+and for a block of queries over all keys. Neither uses atomics: every sum has a fixed order.
 
 Shapes: B rows, L positions, M = B L, D width, X = 3 D.
 """
@@ -19,7 +17,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from relaylm.kernels import early, gemm, tl, triton
 
@@ -31,8 +28,6 @@ ATTENTION_GRADIENT = {"BLOCK": 64, "STEP": 32, "num_warps": 4, "num_stages": 2, 
 WHOLE_ROW = {"STEP": 64, "num_warps": 8, "num_stages": 1}
 WHOLE_ROW_POSITIONS, WHOLE_ROW_ELEMENTS = 256, 256 * 64  # of a head of one row: the most that one program holds
 WHOLE_ROW_BYTES = 140_000  # of shared memory for this: an A100 has them, a desktop card does not
-BY_KEYS = {"KEYS": 128, "STEP": 64, "AHEAD": 2, "num_warps": 8}  # by calculation: the most that registers hold
-BY_KEYS_HEADS = (32, 64)  # the widths of heads that leave room for that
 LOG2_E = 1.4426950408889634
 
 if triton is not None:
@@ -200,82 +195,6 @@ if triton is not None:
             tl.store(rows + 2 * width + column[None, :], dv.to(dqkv.dtype.element_ty), mask=(key < LENGTH)[:, None])
         _store_unrotated(to + query[:, None] * (3 * width), dq * unit, cos, sin, query, LENGTH, DIM, SIZE)
 
-    @triton.jit
-    def _keys_gradient(
-        first, base, dout, to, normaliser, inner, partial, cos, sin, scale, unit, LENGTH: tl.constexpr,
-        WIDTH: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr, AHEAD: tl.constexpr,
-        BEGINS: tl.constexpr, ENDS: tl.constexpr,
-    ):  # fmt: skip
-        """dk and dv of KEYS keys, and what they add to dq: `partial` has the sums so far (unless this BEGINS them), and
-        takes the new ones until this ENDS them."""
-        column = tl.arange(0, DIM)
-        key = first + tl.arange(0, KEYS)
-        k = tl.load(base + WIDTH + key[:, None] * (3 * WIDTH))
-        v = tl.load(base + 2 * WIDTH + key[:, None] * (3 * WIDTH))
-        dk = tl.zeros((KEYS, DIM), tl.float32)
-        dv = tl.zeros((KEYS, DIM), tl.float32)
-        for start in tl.range(0, LENGTH, STEP, num_stages=AHEAD):
-            query = start + tl.arange(0, STEP)
-            q = tl.load(base + query[:, None] * (3 * WIDTH))
-            do = tl.load(dout + query[:, None] * WIDTH)
-            p = exp2(tl.dot(k, tl.trans(q)) * scale - tl.load(normaliser + query)[None, :])
-            dp = tl.dot(v, tl.trans(do))
-            dv = tl.dot(p.to(do.dtype), do, dv)
-            ds = (p * (dp - tl.load(inner + query)[None, :])).to(q.dtype)
-            dk = tl.dot(ds, q, dk)
-            dq = tl.dot(tl.trans(ds), k)
-            if not BEGINS:
-                dq += tl.load(partial + query[:, None] * DIM)
-            if ENDS:
-                _store_unrotated(to + query[:, None] * (3 * WIDTH), dq * unit, cos, sin, query, LENGTH, DIM, STEP)
-            else:
-                tl.store(partial + query[:, None] * DIM, dq)
-        rows = to + key[:, None] * (3 * WIDTH)
-        _store_unrotated(rows + WIDTH, dk * unit, cos, sin, key, LENGTH, DIM, KEYS)
-        tl.store(rows + 2 * WIDTH + column[None, :], dv.to(to.dtype.element_ty))
-
-    @triton.jit
-    def _by_keys_gradient_kernel(
-        qkv, out, normaliser, dout, dqkv, inner, partial, cos, sin, scale, unit, LENGTH: tl.constexpr,
-        HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr,
-        AHEAD: tl.constexpr,
-    ):  # fmt: skip
-        """The same for one head of a longer row, of two or more times KEYS positions, by one program that takes a block
-        of keys after another. The sums for dq, too large to be held, wait in the cache in between, in `partial`, where
-        no other program looks. A barrier between blocks: a thread may read what another one wrote."""
-        row, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-        column = tl.arange(0, DIM)
-        width: tl.constexpr = HEADS * DIM
-        base = qkv + row.to(tl.int64) * (LENGTH * 3 * width) + head * DIM + column[None, :]
-        out += row.to(tl.int64) * (LENGTH * width) + head * DIM + column[None, :]
-        dout += row.to(tl.int64) * (LENGTH * width) + head * DIM + column[None, :]
-        to = dqkv + row.to(tl.int64) * (LENGTH * 3 * width) + head * DIM
-        normaliser += tl.program_id(0) * LENGTH
-        inner += tl.program_id(0) * LENGTH
-        partial += tl.program_id(0).to(tl.int64) * (LENGTH * DIM) + column[None, :]
-        for start in tl.static_range(0, LENGTH, 2 * KEYS):
-            query = start + tl.arange(0, 2 * KEYS)
-            do = _rows_of(dout, query, width, LENGTH, 2 * KEYS)
-            o = _rows_of(out, query, width, LENGTH, 2 * KEYS)
-            sums = tl.sum(do.to(tl.float32) * o.to(tl.float32), axis=1)
-            tl.store(inner + query, sums, mask=query < LENGTH)
-        tl.debug_barrier()
-        _keys_gradient(
-            0, base, dout, to, normaliser, inner, partial, cos, sin, scale, unit,
-            LENGTH, width, DIM, KEYS, STEP, AHEAD, BEGINS=True, ENDS=False,
-        )  # fmt: skip
-        for first in range(KEYS, LENGTH - KEYS, KEYS):
-            tl.debug_barrier()
-            _keys_gradient(
-                first, base, dout, to, normaliser, inner, partial, cos, sin, scale, unit,
-                LENGTH, width, DIM, KEYS, STEP, AHEAD, BEGINS=False, ENDS=False,
-            )  # fmt: skip
-        tl.debug_barrier()
-        _keys_gradient(
-            LENGTH - KEYS, base, dout, to, normaliser, inner, partial, cos, sin, scale, unit,
-            LENGTH, width, DIM, KEYS, STEP, AHEAD, BEGINS=False, ENDS=True,
-        )  # fmt: skip
-
 
 def are_few(b: int, length: int, heads: int) -> bool:
     """Whether these rows are so few that this is faster than PyTorch's attention, however long they are."""
@@ -303,28 +222,6 @@ def fits_whole_row(qkv_BLX: Tensor, heads: int) -> bool:
     return fits and gemm.shared_memory(qkv_BLX.device) >= WHOLE_ROW_BYTES
 
 
-def fits_by_keys(h_MD: Tensor, length: int, heads: int, causal: bool) -> bool:
-    """Whether one program can take a whole row of one head block by block, for `attention_gradient`: on Hopper, whose
-    products take their operands from shared memory."""
-    keys, dim = BY_KEYS["KEYS"], h_MD.shape[1] // heads
-    fits = not causal and dim in BY_KEYS_HEADS and length % keys == 0 and length >= 2 * keys
-    return fits and h_MD.element_size() == 2 and gemm.on_hopper(h_MD)
-
-
-def library_attention(qkv_BLX: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """`attention` of all positions by PyTorch's kernel of choice, if it is one that gives the normalisers, too."""
-    b, length, width = qkv_BLX.shape[0], qkv_BLX.shape[1], qkv_BLX.shape[2] // 3
-    q, k, v = qkv_BLX.view(b, length, 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-    chosen = SDPBackend(torch._fused_sdp_choice(q, k, v))
-    if chosen == SDPBackend.CUDNN_ATTENTION:
-        out, normaliser = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)[:2]
-    elif chosen == SDPBackend.FLASH_ATTENTION:
-        out, normaliser = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
-    else:
-        return attention(qkv_BLX, heads, False)
-    return out.transpose(1, 2).reshape(b * length, width), (normaliser * LOG2_E).reshape(b * heads, length)
-
-
 def attention_gradient(
     qkv_BLX: Tensor, out_MD: Tensor, normaliser: Tensor, dout_MD: Tensor, cos: Tensor, sin: Tensor, heads: int,
     causal: bool, whole_row: bool | None = None,
@@ -332,8 +229,6 @@ def attention_gradient(
     """Gradient (M, 3D) of the matrix before rotation, by one program for a whole row of a head where that fits."""
     b, length, width = qkv_BLX.shape[0], qkv_BLX.shape[1], qkv_BLX.shape[2] // 3
     dim, size = width // heads, max(16, triton.next_power_of_2(length))
-    if whole_row is None and not fits_whole_row(qkv_BLX, heads) and fits_by_keys(out_MD, length, heads, causal):
-        return gradient_by_keys(qkv_BLX, out_MD, normaliser, dout_MD, cos, sin, heads)
     dqkv = torch.empty((b * length, 3 * width), dtype=qkv_BLX.dtype, device=qkv_BLX.device)
     if fits_whole_row(qkv_BLX, heads) if whole_row is None else whole_row:
         kernel, programs = _whole_row_gradient_kernel, b * heads
@@ -344,20 +239,5 @@ def attention_gradient(
     kernel[(programs,)](
         qkv_BLX, out_MD, normaliser, dout_MD, dqkv, cos, sin, dim**-0.5 * LOG2_E, dim**-0.5,
         LENGTH=length, HEADS=heads, DIM=dim, CAUSAL=causal, **options,
-    )  # fmt: skip
-    return dqkv
-
-
-def gradient_by_keys(
-    qkv_BLX: Tensor, out_MD: Tensor, normaliser: Tensor, dout_MD: Tensor, cos: Tensor, sin: Tensor, heads: int
-) -> Tensor:
-    """`attention_gradient` of rows that are two or more blocks of keys long, and whole ones."""
-    b, length, width = qkv_BLX.shape[0], qkv_BLX.shape[1], qkv_BLX.shape[2] // 3
-    dim = width // heads
-    dqkv = torch.empty((b * length, 3 * width), dtype=qkv_BLX.dtype, device=qkv_BLX.device)
-    inner, partial = torch.empty_like(normaliser), normaliser.new_empty((b * heads, length, dim))
-    _by_keys_gradient_kernel[(b * heads,)](
-        qkv_BLX, out_MD, normaliser, dout_MD, dqkv, inner, partial, cos, sin, dim**-0.5 * LOG2_E, dim**-0.5,
-        LENGTH=length, HEADS=heads, DIM=dim, **BY_KEYS,
     )  # fmt: skip
     return dqkv

@@ -103,8 +103,7 @@ def embed(
 
 def attend(h_MD: Tensor, weight: Tensor, copy: Tensor, cos: Tensor, sin: Tensor, shape: Shape) -> Tensor:
     """Attention (M, D) of queries, keys and values h W', rotated."""
-    _, length, heads, causal = shape
-    if length <= attention.OWN_ATTENTION_UP_TO or attention.fits_by_keys(h_MD, length, heads, causal):
+    if shape[1] <= attention.OWN_ATTENTION_UP_TO:
         return _Attend.apply(h_MD, weight, copy, cos, sin, shape)
     q, k, v = _Rotated.apply(h_MD, weight, copy, cos, sin, shape)
     return F.scaled_dot_product_attention(q, k, v, is_causal=shape[3]).transpose(1, 2).reshape(h_MD.shape)
@@ -233,15 +232,12 @@ class _Rotated(torch.autograd.Function):
 
 
 class _Attend(torch.autograd.Function):
-    """`attend` where `relaylm.kernels.attention` has its gradient: in short rows, and in whole blocks of keys."""
+    """`attend` in short rows, by the attention of `relaylm.kernels.attention`."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor, copy: Tensor, cos: Tensor, sin: Tensor, shape: Shape) -> Tensor:
         qkv, ctx.heads_causal = _rotated_qkv(h, copy, cos, sin), shape[2:]
-        if shape[1] <= attention.OWN_ATTENTION_UP_TO:
-            out, normaliser = attention.attention(qkv, *ctx.heads_causal)
-        else:
-            out, normaliser = attention.library_attention(qkv, shape[2])
+        out, normaliser = attention.attention(qkv, *ctx.heads_causal)
         ctx.save_for_backward(h, copy, cos, sin, qkv, out, normaliser)
         return out
 
