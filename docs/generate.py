@@ -2,9 +2,9 @@
 
     python docs/generate.py
 
-What stands between `<!-- begin: NAME -->` and `<!-- end -->` is what BLOCKS[NAME] returns: tables of the records under
-results/ (`tables`), or the reference from the argument parser and the public docstrings. Everything else is written by
-hand. A test says whether the documents are current.
+What stands between `<!-- begin: NAME -->` and `<!-- end -->` is what BLOCKS[NAME] returns: a table of the records under
+results/, made by the function of that name in `tables` or `spacing_tables`, or the reference from the argument parser
+and the public docstrings. Everything else is written by hand. A test says whether the documents are current.
 """
 
 from __future__ import annotations
@@ -122,33 +122,12 @@ def _prose(thing: Any) -> str:
 # ------------------------------------------------------------------------------------------------ the documents
 
 BLOCKS: dict[str, Callable[[Path], str]] = {
-    "speed": tables.speed,
-    "spaced speed": tables.spaced_speed,
-    "spacing": spacing_tables.spacing,
-    "front": spacing_tables.first,
-    "fronts": spacing_tables.front,
-    "mixtures": spacing_tables.mixtures,
-    "predicted": spacing_tables.predicted,
-    "parallel": spacing_tables.parallel,
-    "harness": tables.harness,
-    "bench": tables.bench,
-    "kernels": tables.kernels,
-    "quality": tables.quality,
-    "rules": tables.rules,
-    "equal compute": tables.equal_compute,
-    "tuner": tables.tuner,
-    "lengths": tables.lengths,
-    "training": tables.training,
-    "lighten": tables.lighten,
-    "judges": tables.judges,
-    "texts": tables.texts,
-    "serving": tables.serving,
-    "serving gpu": tables.serving_gpu,
-    "captured": tables.captured,
-    "cost": tables.cost,
-    "campaigns": tables.campaigns,
-    "loaded": tables.loaded,
-    "refused": tables.refused,
+    name.replace("_", " "): function
+    for module in (tables, spacing_tables)
+    for name, function in vars(module).items()
+    if inspect.isfunction(function) and [*inspect.signature(function).parameters] == ["records"]
+}
+BLOCKS |= {
     "verdicts": partial(tables.reported, name="claims", columns=VERDICTS),
     "peaks": partial(tables.reported, name="peaks", columns=PEAKS),
     "float32": partial(tables.reported, name="precision", columns=FLOAT32, schedule="heavy"),

@@ -147,24 +147,22 @@ def check_plot(path: str | None) -> None:
     check_writable(path)
 
 
-def draw_last(args: argparse.Namespace, draw: Callable[[], Any]) -> None:
-    """Have a figure drawn once the command's result is written; `draw` returns the files."""
+def write_last(args: argparse.Namespace, path: str | None, make: Callable[[], str]) -> None:
+    """Have a page or a table written, if it is wanted, once the command's result is: one that fails loses no result."""
+    if path is not None:
+        args.last = [*getattr(args, "last", ()), lambda: write_text(path, make())]
+
+
+def draw_last(args: argparse.Namespace, draw: Callable[[Result, str], Any], result: Result) -> None:
+    """The same for the figures of --plot; `draw` returns their files."""
 
     def drawn() -> None:
-        files = draw()
-        for file in files if isinstance(files, list | tuple) else [files]:
+        files = draw(result, args.plot)
+        for file in files if isinstance(files, list) else [files]:
             note(f"written: {file}")
 
-    args.last = [*getattr(args, "last", ()), drawn]
-
-
-def write_last(args: argparse.Namespace, path: str, make: Callable[[], str]) -> None:
-    """Have a page or a table written once the command's result is: one that fails loses no result."""
-
-    def written() -> None:
-        write_text(path, make())
-
-    args.last = [*getattr(args, "last", ()), written]
+    if args.plot is not None:
+        args.last = [*getattr(args, "last", ()), drawn]
 
 
 def write_text(path: str, text: str) -> None:
