@@ -47,8 +47,8 @@ from relaylm.models.family import Family
 from relaylm.sampling.result import reference_flops
 from relaylm.sampling.rules import RULES, level_calls, llada_counts, parse_rule
 from relaylm.sampling.sample import sample
-from relaylm.show.colours import BLACK, BROWN, COLOURS, MARKERS, PINK, RED, VIOLET
-from relaylm.show.figures import finish, new_figure, save_figure
+from relaylm.show.colours import BLACK, BROWN, MARKERS, PINK, RED, VIOLET
+from relaylm.show.figures import finish, new_figure, nth, points, save_figure
 from relaylm.studies.paper.contrasts import paired
 
 SEED = 1000  # of the samples; rows that no search has seen
@@ -413,37 +413,33 @@ def draw(result: dict[str, Any], path: Path) -> Path:
             if not rows or y_P.min() > high or y_P.max() < low:
                 outside += [f"{KINDS[kind]}: {y_P.min():+.0f} to {y_P.max():+.0f}"] if rows else []
                 continue
-            ends_P2 = np.array([[y if end is None else end for end in row[part]["ci"]] for y, row in zip(y_P, rows)])
-            colour, marker, style, width = look(kind)
-            axes.errorbar(
-                [1 - row["saved"] for row in rows], y_P, np.abs(ends_P2.T - y_P), color=colour, marker=marker,
-                linestyle=style, linewidth=width, elinewidth=0.8, markersize=3 + width, capsize=2, label=KINDS[kind],
-            )  # fmt: skip
-        axes.text(0.02, 0.98, "\n".join(["off the scale:", *outside][: 99 * len(outside)]), va="top", fontsize=7,
-                  transform=axes.transAxes)  # fmt: skip
-        axes.axhline(0, color=BLACK, linewidth=0.8)
+            x, ci = [1 - row["saved"] for row in rows], [row[part]["ci"] for row in rows]
+            points(axes, x, y_P, ci, label=KINDS[kind], elinewidth=0.8, capsize=2, **look(kind))
+        if outside:
+            axes.text(0.02, 0.98, "\n".join(["off the scale:", *outside]), va="top", size=7, transform=axes.transAxes)
         axes.set_xscale("log")
         axes.set_xlim(0.56, 0.042)
         axes.set_xticks([1 - level for level in TICKS], [f"{level:.0%}" for level in TICKS])
         axes.set_xticks([], minor=True)
         axes.set_ylim(low, high)
         saved = f"FLOPs saved, of {result['heavy']} in T = {result['length']} uniform steps"
-        finish(axes, saved, PARTS[part], legend=False)
+        finish(axes, saved, PARTS[part], legend=False, zero=BLACK)
     handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, loc="outside right upper", frameon=False, fontsize=8)
-    figure.suptitle(f"{result['family']['name']}: what is lost when FLOPs are saved (lower is better)", fontsize=10)
-    return save_figure(figure, path)
+    what = "what is lost when FLOPs are saved (lower is better)"
+    return save_figure(figure, path, f"{result['family']['name']}: {what}")
 
 
-def look(kind: str) -> tuple[str, str, str, float]:
-    """A kind's colour, marker, line and its width: solid for the heavy model, dashed for others, three of them bold."""
+def look(kind: str) -> dict[str, Any]:
+    """How a kind is drawn: solid lines for the heavy model, dashed ones for others, three bold."""
     single = ("sets", "uniform", "surest", "prefix", "dus", "eb", "low-confidence")
-    if kind in single:
-        i = single.index(kind)
-        return COLOURS[i], MARKERS[i], "-", 2.2 if i < 3 else 1.0
     others = {"light-first": VIOLET, "sandwich": BROWN, "light-last": BLACK, "smaller": "0.5", "middle": RED}
     others |= {"tuner": PINK}
-    return others[kind], MARKERS[-1 - list(others).index(kind)], "--", 1.0
+    if kind in others:
+        return {"color": others[kind], "marker": MARKERS[-1 - list(others).index(kind)], "linestyle": "--",
+                "linewidth": 1.0, "markersize": 4.0}  # fmt: skip
+    width = 2.2 if kind in single[:3] else 1.0
+    return {"linewidth": width, "markersize": 3 + width, **nth(single.index(kind))}
 
 
 if __name__ == "__main__":

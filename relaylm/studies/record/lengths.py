@@ -19,8 +19,7 @@ from relaylm.measure.likelihood import spread_rows
 from relaylm.measure.provenance import how_made
 from relaylm.models.family import Family
 from relaylm.search.search import search
-from relaylm.show.colours import COLOURS, MARKERS
-from relaylm.show.figures import finish, new_figure, reach, save_figure
+from relaylm.show.figures import finish, new_figure, nth, points, save_figure
 from relaylm.studies.record.common import about, command, text_of
 
 SAVED = 1 / 6
@@ -66,16 +65,12 @@ def draw(found: list[dict[str, Any]], file: Path) -> None:
     figure = new_figure(6.4, 4.0)
     axes = figure.subplots()
     for k, (kind, label) in enumerate(KINDS.items()):
-        loss = 100 * np.array([row[kind]["loss"] for row in found])
-        ends = reach(loss, 100 * np.array([row[kind]["ci"] for row in found]))
-        x = [row["length"] * 1.03 ** (k - 1) for row in found]
-        axes.errorbar(x, loss, ends, color=COLOURS[k], marker=MARKERS[k], capsize=3, label=label)
-    axes.axhline(0, color="grey", linewidth=1)
+        loss, ci = (100 * np.array([row[kind][key] for row in found]) for key in ("loss", "ci"))
+        points(axes, [row["length"] * 1.03 ** (k - 1) for row in found], loss, ci, label=label, **nth(k))
     axes.set_xscale("log", base=2)
     axes.set_xticks([row["length"] for row in found], [str(row["length"]) for row in found])
-    axes.set_title("a sixth of the FLOPs saved", fontsize=9)
-    finish(axes, "positions, and steps", "bound above all-heavy,\nhundredths of a nat a symbol")
-    save_figure(figure, file)
+    finish(axes, "positions, and steps", "bound above all-heavy,\nhundredths of a nat a symbol", zero="grey")
+    save_figure(figure, file, "a sixth of the FLOPs saved")
 
 
 if __name__ == "__main__":

@@ -29,8 +29,7 @@ from relaylm.measure.provenance import how_made
 from relaylm.measure.store import Store
 from relaylm.models.family import Family
 from relaylm.search.search import search
-from relaylm.show.colours import COLOURS, MARKERS
-from relaylm.show.figures import finish, new_figure, save_figure
+from relaylm.show.figures import finish, new_figure, nth, reach, save_figure
 from relaylm.show.search import plot_search
 from relaylm.studies.paper.contrasts import numbers, paired
 from relaylm.studies.record.common import about, command
@@ -172,16 +171,15 @@ def draw(out: Path) -> None:
         return
     figure = new_figure(4.6 * len(budgets), 0.9 + 0.33 * max(len(budget["rows"]) for budget in budgets))
     ends = [100 * end for budget in budgets for row in budget["rows"] for end in row["against_heavy"]["ci"]]
-    looks = {kind: (COLOURS[k], MARKERS[k]) for k, kind in enumerate(("mixed", "rival", "sandwich"))}
+    looks = {kind: nth(k) for k, kind in enumerate(("mixed", "rival", "sandwich"))}
     for axes, budget in zip(figure.subplots(1, len(budgets), squeeze=False)[0], budgets, strict=True):
         for k, row in enumerate(budget["rows"]):
-            value, (low, high) = 100 * row["against_heavy"]["difference"], row["against_heavy"]["ci"]
-            colour, marker = looks["sandwich" if row["what"] == "sandwich" else row["kind"]]
-            reach = [[value - 100 * low], [100 * high - value]]
-            axes.errorbar(value, k, xerr=reach, color=colour, marker=marker, capsize=3)
+            value, ci = 100 * row["against_heavy"]["difference"], 100 * np.array(row["against_heavy"]["ci"])
+            look = looks["sandwich" if row["what"] == "sandwich" else row["kind"]]
+            axes.errorbar(value, k, xerr=reach(value, ci), capsize=3, **look)
             label = f"{'mixed: ' if row['kind'] == 'mixed' else ''}{row['what']}{' *' if row['recommended'] else ''}"
             where: dict[str, Any] = {"xytext": (4, -3), "textcoords": "offset points", "fontsize": 7}
-            axes.annotate(f"{label}, {row['saved']:.0%} saved", (100 * high, k), **where)
+            axes.annotate(f"{label}, {row['saved']:.0%} saved", (ci[1], k), **where)
         axes.set_yticks([])
         axes.set_ylim(len(budget["rows"]) - 0.5, -0.5)
         axes.set_xlim(min(0.0, *ends) - 0.5, 1.9 * max(ends))  # the labels stand on the right
