@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -35,11 +34,6 @@ VERDICTS = {"claim": "claim of the paper", "verdict": "verdict here", "findings"
 PEAKS = {"family": "family", "ratio": "loss at t = 0.05 over loss at t = 1", "KL's peak t (95%)": "KL peaks at t (95%)"}
 FLOAT32 = {"T": "T", "exact PPL (95%)": "perplexity, exact", "MDLM's float32": "in float32"}
 FLOAT32 |= {"exact entropy": "entropy, exact", "float32's": "entropy in float32", "difference": "difference (95%)"}
-
-
-def composed(records: Path, family: str) -> str:
-    """What `relaylm compose` found, as a section."""
-    return compose.markdown(json.loads((records / "compose" / f"{family}.json").read_text(encoding="utf-8")))
 
 
 # ------------------------------------------------------------------------------------------------ the reference
@@ -131,7 +125,7 @@ BLOCKS |= {
     "verdicts": partial(tables.reported, name="claims", columns=VERDICTS),
     "peaks": partial(tables.reported, name="peaks", columns=PEAKS),
     "float32": partial(tables.reported, name="precision", columns=FLOAT32, schedule="heavy"),
-    "compose wiki-char": partial(composed, family="wiki-char"),
+    "compose wiki-char": lambda records: compose.markdown(tables.load(records, "compose/wiki-char")),
     "commands": commands,
     "python": python_names,
 }

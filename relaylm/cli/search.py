@@ -5,6 +5,7 @@ import shlex
 
 from relaylm.cli import tools
 from relaylm.cli.options import add_shared, at_least_2, natural, positive, seconds_type
+from relaylm.files import expand
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +57,8 @@ def run(args: argparse.Namespace) -> tools.Result:
     tools.show(args, render(result))
     tools.write_last(args, args.csv, lambda: to_csv(result))
     tools.draw_last(args, plot_search, result)
-    result["family"]["source"] = tools.family_source(args.family)
+    source = tools.default_family(args.family)  # as a later command finds it, from any folder
+    result["family"]["source"] = str(expand(source).resolve()) if expand(source).exists() else source
     if args.json not in (None, "-"):
         length = () if args.length is None else ("--length", str(args.length))
         tools.note(f"to use it: {shlex.join(('relaylm', 'sample', '--schedule', f'@{args.json}', *length))}")

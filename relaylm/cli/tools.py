@@ -92,15 +92,9 @@ def _remembered(schedule: str | None) -> str | None:
     """The family that a schedule was found for, where it is the @FILE that `relaylm search --json` wrote."""
     if schedule is None or not schedule.startswith("@") or not read_file(schedule[1:]).lstrip().startswith("{"):
         return None
-    family = read_object(Path(schedule[1:]).expanduser()).get("family")
+    family = read_object(expand(schedule[1:])).get("family")
     source = family.get("source") if isinstance(family, dict) else None
     return source if isinstance(source, str) else None
-
-
-def family_source(source: str | None) -> str:
-    """The family as a later command finds it, from any folder."""
-    name = default_family(source)
-    return str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else name
 
 
 def open_workers(family: Any, address: str | None) -> Any:
@@ -176,11 +170,6 @@ def write_text(path: str, text: str) -> None:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {reason(error)}") from None
-
-
-def saved_note(heavy: str, length: int) -> str:
-    """What savings are counted against, in a sentence."""
-    return f"Saved: operations, against {heavy} alone in {length} steps."
 
 
 def show(args: argparse.Namespace, text: str) -> None:

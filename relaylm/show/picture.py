@@ -67,24 +67,22 @@ def _strip(family: Family, timetable: Timetable, y: int, width: float) -> list[s
 
 def samples_html(samples: Samples, family: Family | None, rows: int) -> str:
     """The first rows as HTML, a legend and a line of cost. All text is escaped."""
-    parts = [_html_row(samples, family, row) for row in range(min(rows, len(samples.tokens)))]
-    if len(samples.tokens) > rows:
-        parts.append(f"<p>and {len(samples.tokens) - rows} more</p>")
-    return f'<div class="relaylm-samples">{"".join(parts)}{_html_legend(samples, family)}</div>'
 
+    def coloured(text: str, rank: int) -> str:
+        return f'<span style="color:{colour_of(rank)}">{escape(text)}</span>'
 
-def _html_row(samples: Samples, family: Family | None, row: int) -> str:
-    if family is None:
-        text = samples.texts[row] if samples.texts else " ".join(map(str, samples.tokens[row]))
-        return f'<p style="white-space:pre-wrap">{escape(text)}</p>'
-    runs = runs_of(row_pieces(family, samples.tokens[row]), writers_of(family, samples, row))
-    spans = (f'<span style="color:{colour_of(rank)}">{escape(text)}</span>' for text, rank in runs)
-    return f'<p style="white-space:pre-wrap">{"".join(spans)}</p>'
-
-
-def _html_legend(samples: Samples, family: Family | None) -> str:
-    names = [] if family is None else [(name, rank) for rank, name in enumerate(family.names)]
-    names = [pair for pair in names if samples.cost.calls.get(pair[0])]
-    names += [("given", GIVEN)] if family is not None and (samples.trace.model_nL < 0).any() else []
-    marks = (f'<span style="color:{colour_of(rank)}">■ {escape(name)}</span>' for name, rank in names)
-    return f"<p><small>{' '.join(marks)} {escape(samples.summary())}</small></p>"
+    texts, legend = [], []
+    for row in range(min(rows, len(samples.tokens))):
+        if family is None:
+            texts.append(escape(samples.texts[row] if samples.texts else " ".join(map(str, samples.tokens[row]))))
+        else:
+            runs = runs_of(row_pieces(family, samples.tokens[row]), writers_of(family, samples, row))
+            texts.append("".join(coloured(*run) for run in runs))
+    if family is not None:
+        names = {name: rank for rank, name in enumerate(family.names) if samples.cost.calls.get(name)}
+        names |= {"given": GIVEN} if (samples.trace.model_nL < 0).any() else {}
+        legend = [coloured(f"■ {name}", rank) for name, rank in names.items()]
+    parts = [f'<p style="white-space:pre-wrap">{text}</p>' for text in texts]
+    parts += [f"<p>and {len(samples.tokens) - rows} more</p>"] if len(samples.tokens) > rows else []
+    parts.append(f"<p><small>{' '.join(legend)} {escape(samples.summary())}</small></p>")
+    return f'<div class="relaylm-samples">{"".join(parts)}</div>'

@@ -38,7 +38,9 @@ def render(result: Mapping[str, Any], width: int | None = None) -> str:
         parts += _exhaustive(result, width)
     elif result["method"] == "evolve":
         head = ["generation", "measured", "best", "its loss", "mean loss"]
-        parts.append(table(head, [_generation(item) for item in result["history"]], width, text=(2,)))
+        forms = ("{generation}", "{measured}", "{best}", "{best_loss:+.4f}", "{mean_loss:+.4f}")
+        rows = [[form.format(**item) for form in forms] for item in result["history"]]
+        parts.append(table(head, rows, width, text=(2,)))
     elif result.get("bounds"):
         head = ["", "by the bound", "masked to text", "what", "saved", "bits a token", "nats to heavy", "95%"]
         rows = [_candidate(result, row, f"{row['bits']:.4f}")[:8] for row in result["bounds"][:15]]
@@ -92,33 +94,17 @@ def _interval(ci: Sequence[float | None], form: str) -> str:
 
 def _candidate(result: Mapping[str, Any], row: Mapping[str, Any], score: str, star: bool = False) -> list[str]:
     """A line of candidates; > marks the recommended one, a star a difference to all-heavy that is not chance."""
-    against = row["against_heavy"]
+    against, to_best = row["against_heavy"], row.get("against_recommended") or {}
     mark = ">" if row.get("recommended") or row["schedule"] == result["schedule"] else ""
-    difference = f"{against['difference']:+.4f}{'*' if star and against['differs'] else ''}"
-    what = row.get("what") or row.get("name", "")
-    schedule, ci = row["schedule"], _interval(against["ci"], "+.4f")
-    strip = drawn(Schedule.parse(schedule), result["models"])
-    to_best = row.get("against_recommended") or {}
+    picture = drawn(Schedule.parse(row["schedule"]), result["models"])
+    about = [mark, short(row["schedule"]), picture, row.get("what") or row.get("name", ""), f"{row['saved']:.1%}"]
+    loss = [
+        f"{against['difference']:+.4f}{'*' if star and against['differs'] else ''}",
+        _interval(against["ci"], "+.4f"),
+    ]
     best = f"{to_best['difference']:+.4f}{'*' if to_best['differs'] else ''}" if to_best and not mark else ""
     needed = to_best.get("samples_needed") if best else None
-    saved = f"{row['saved']:.1%}"
-    return [
-        mark,
-        short(schedule),
-        strip,
-        what,
-        saved,
-        score,
-        difference,
-        ci,
-        best,
-        "" if needed is None else f"{needed:,}",
-    ]
-
-
-def _generation(item: Mapping[str, Any]) -> list[str]:
-    losses = [f"{item[key]:+.4f}" for key in ("best_loss", "mean_loss")]
-    return [str(item["generation"]), str(item["measured"]), item["best"], *losses]
+    return [*about, score, *loss, best, "" if needed is None else f"{needed:,}"]
 
 
 def _goal(goal: Mapping[str, Any]) -> list[str]:
@@ -168,12 +154,10 @@ def _model_notes(result: Mapping[str, Any]) -> list[str]:
             f"{model['held_out_rms']:.4f} (noise alone: {model['held_out_noise_rms']:.4f}; they differ by "
             f"{model['held_out_spread_of_measured']:.4f})"
         )
-    if "race" in stages:
-        race = stages["race"]
-        lines.append(
-            f"{len(race['contenders'])} raced over {race['rows']} rows; {len(race['dropped'])} were dropped as worse, "
-            f"{len(race['left'])} were left"
-        )
+    if race := stages.get("race"):
+        dropped, left = len(race["dropped"]), len(race["left"])
+        raced = f"{len(race['contenders'])} raced over {race['rows']} rows"
+        lines.append(f"{raced}; {dropped} were dropped as worse, {left} were left")
     return lines
 
 
@@ -190,18 +174,18 @@ def _footer(result: Mapping[str, Any]) -> list[str]:
 
 def to_csv(result: Mapping[str, Any]) -> str:
     """All schedules that were measured (of an exhaustive search), or the candidates and rivals, one in a line."""
-    rows = result.get("schedules") or result["confirmed"] or result.get("bounds") or []
-    possible = ("name", "what", "kind", "schedule", "steps", "price", "saved", "rows", "ppl", "log_ppl", "bits")
-    names = [name for name in (*possible, "recommended", "on_front") if any(name in row for row in rows)]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    paired = any("against_heavy" in row for row in rows)
-    writer.writerow([*names, *(("against_heavy", "low", "high") if paired else ())])
-    for row in rows:
+    rows = []
+    for row in result.get("schedules") or result["confirmed"] or result.get("bounds") or []:
         against = row.get("against_heavy", {"difference": "", "ci": ["", ""]})
-        writer.writerow(
-            [*(row.get(name, "") for name in names), *((against["difference"], *against["ci"]) if paired else ())]
-        )
+        low, high = against["ci"]
+        rows.append({**row, "against_heavy": against["difference"], "low": low, "high": high})
+    possible = ("name", "what", "kind", "schedule", "steps", "price", "saved", "rows", "ppl", "log_ppl", "bits")
+    possible += ("recommended", "on_front", "against_heavy", "low", "high")
+    names = [name for name in possible if any(row.get(name, "") != "" for row in rows)]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, names, restval="", extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return out.getvalue()
 
 
