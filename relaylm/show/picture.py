@@ -14,20 +14,21 @@ if TYPE_CHECKING:
     from relaylm.sampling.result import Samples
 
 WIDE, HIGH, MARGIN = 10.2, 24, 20  # of a character, of a line, around everything; pixels
+COLUMNS = 72  # characters in a line of text
 _FONT = "font-family='ui-monospace, SFMono-Regular, Menlo, Consolas, monospace'"
 _LABEL = "fill='#444444' font-size='13'"
 
 
-def svg(family: Family, samples: Samples, timetable: Timetable | None = None, row: int = 0, columns: int = 72) -> str:
-    """One sample as an SVG that needs no other file, `columns` characters in a line of text."""
-    pieces = [on_a_line(piece) for piece in row_pieces(family, samples.tokens[row])]
-    owner = [rank for piece, rank in zip(pieces, writers_of(family, samples, row), strict=True) for _ in piece]
+def svg(family: Family, samples: Samples, timetable: Timetable | None = None) -> str:
+    """The first sample as an SVG that needs no other file."""
+    pieces = [on_a_line(piece) for piece in row_pieces(family, samples.tokens[0])]
+    owner = [rank for piece, rank in zip(pieces, writers_of(family, samples, 0), strict=True) for _ in piece]
     text = "".join(pieces)
-    width = columns * WIDE + 2 * MARGIN
+    width = COLUMNS * WIDE + 2 * MARGIN
     body, y = [], MARGIN + 16
-    for start in range(0, len(text), columns):
+    for start in range(0, len(text), COLUMNS):
         x = float(MARGIN)
-        for part, rank in runs_of(text[start : start + columns], owner[start : start + columns]):
+        for part, rank in runs_of(text[start : start + COLUMNS], owner[start : start + COLUMNS]):
             long = len(part) * WIDE
             body.append(
                 f"<text x='{x:.1f}' y='{y}' fill='{colour_of(rank)}' textLength='{long:.1f}' "

@@ -179,8 +179,8 @@ def to_csv(result: Mapping[str, Any]) -> str:
         against = row.get("against_heavy", {"difference": "", "ci": ["", ""]})
         low, high = against["ci"]
         rows.append({**row, "against_heavy": against["difference"], "low": low, "high": high})
-    possible = ("name", "what", "kind", "schedule", "steps", "price", "saved", "rows", "ppl", "log_ppl", "bits")
-    possible += ("recommended", "on_front", "against_heavy", "low", "high")
+    possible = [*("name", "what", "kind", "schedule", "steps", "price", "saved", "rows", "ppl", "log_ppl", "bits")]
+    possible += ["recommended", "on_front", "against_heavy", "low", "high"]
     names = [name for name in possible if any(row.get(name, "") != "" for row in rows)]
     out = io.StringIO()
     writer = csv.DictWriter(out, names, restval="", extrasaction="ignore", lineterminator="\n")
@@ -275,8 +275,9 @@ def _plot_ablations(axes: Any, result: Mapping[str, Any]) -> None:
         label = model if density == "1" else f"{model}, {density} of the steps"
         points(axes, x, y, ci, linestyle="", markersize=4, capsize=2, label=label, **nth(k))
     axes.set_xticks(range(result["segments"]))
-    x_label, above = "segment that is changed in all-heavy   (0: all masked)", {"bbox_to_anchor": (0.5, 1)}
-    finish(axes, x_label, "loss, log-perplexity, 95%", "y", zero="0.5", loc="lower center", ncols=4, **above)
+    above: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "ncols": 4}
+    x_label = "segment that is changed in all-heavy   (0: all masked)"
+    finish(axes, x_label, "loss, log-perplexity, 95%", "y", zero="0.5", **above)
 
 
 def _plot_candidates(axes: Any, result: Mapping[str, Any]) -> None:

@@ -46,10 +46,11 @@ def _margin(ci: Sequence[float | None]) -> float:
 
 def _cells(result: Result, row: Mapping[str, Any]) -> list[str]:
     gflops = None if row["flops"] is None else _gflops(result, row)
-    numbers = [(row["gen_ppl"], ".2f", row["gen_ppl_ci"]), (row["entropy"], ".3f"), (row.get("word_entropy"), ".3f")]
-    numbers += [(row["distinct_4"], ".3f"), (row["calls"] / result["n"], ".1f")]
+    numbers = [(row["entropy"], ".3f"), (row.get("word_entropy"), ".3f"), (row["distinct_4"], ".3f")]
+    numbers += [(row["calls"] / result["n"], ".1f")]
     numbers += [(gflops, ".0f" if gflops is not None and gflops >= 1000 else ".3g"), (row["seconds"], ".1f")]
-    return [row["line"], row["dial"], row["schedule"], *(_number(*number) for number in numbers)]
+    perplexity = _number(row["gen_ppl"], ".2f", row["gen_ppl_ci"])
+    return [row["line"], row["dial"], row["schedule"], perplexity, *(_number(*number) for number in numbers)]
 
 
 def render(result: Result, width: int | None = None) -> str:

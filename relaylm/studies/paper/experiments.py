@@ -317,7 +317,8 @@ def on_spaced_plans(setup: Setup, family: Family) -> Result:
     shown = contrasts({"rows": rows}, {"stretches_middle_minus_ends": list(tried)})
     stretches = []
     for row in shown["rows"]:
-        if (j := tried.get(row["schedule"])) is not None:
+        if row["schedule"] in tried:
+            j = tried[row["schedule"]]
             span = {"from": 1 - j / STRETCHES, "to": 1 - (j + 1) / STRETCHES, "flops_saved": row["flops_saved"]}
             stretches.append({"kind": "light", "stretch": j, **span, **loss(shown, row["schedule"], "heavy")})
     return {

@@ -115,7 +115,11 @@ def reproduce(
     (folder / "data").mkdir(parents=True, exist_ok=True)
     keep = Store(expand(store) if store is not None else folder / "store") if family.digest else None
     others: dict[str, Any] = {"second": second, "bpe": bpe, "bpe_twin": bpe_twin, "stages": tuple(stages)}
-    texts = {"text": held_out(family, text), "second_text": held_out(second, None), "bpe_text": held_out(bpe, None)}
+    texts: dict[str, Any] = {
+        "text": held_out(family, text),
+        "second_text": held_out(second, None),
+        "bpe_text": held_out(bpe, None),
+    }
     setup = Setup(family, scale, keep, **others, **texts, judge=judge, seed=seed, progress=progress, note=note)
     done: dict[str, Data] = {}
     chosen = [experiment for experiment in EXPERIMENTS if only is None or experiment.name in only]

@@ -9,6 +9,7 @@ held-out part, at most a million characters; nothing of it was trained on.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from relaylm.models.family import Family
 from relaylm.models.folder import CARD, HELDOUT, save_family
@@ -31,7 +32,13 @@ def main() -> None:
         f"none of them was trained on, under the licence of the text named above. The command also trains "
         f"{', '.join(others)} and a twin of the heaviest, which are not included.\n"
     )
-    about = {"length": family.length, "name": family.name, "judge": family.judge, "card": card, "meta": family.meta}
+    about: dict[str, Any] = {
+        "length": family.length,
+        "name": family.name,
+        "judge": family.judge,
+        "card": card,
+        "meta": family.meta,
+    }
     text = heldout_text(TokenFile.load(options.corpus))
     kept = {name: family[name] for name in names}
     save_family(options.out, kept, family.tokenizer, heldout=text, dtype="bfloat16", overwrite=True, **about)

@@ -34,9 +34,14 @@ from relaylm.train.run import CHECKPOINT, train_model
 
 def main() -> None:
     """The command."""
-    words, work = "family corpus out", {"type": Path, "required": True}
-    rows, n = (64, "held-out rows for the bounds"), (32, "samples of each schedule")
-    options = command(__doc__, words, work=work, blocks=4, steps=100, batch=4, rows=rows, n=n, spacing="16")
+    options = command(
+        __doc__,
+        "family corpus out",
+        work={"type": Path, "required": True},
+        **{"blocks": 4, "steps": 100, "batch": 4, "spacing": "16"},
+        rows=(64, "held-out rows for the bounds"),
+        n=(32, "samples of each schedule"),
+    )
     own = Family.load(options.family)
     if (text := held_out(own)) is None or own.judge is None:
         raise UserError(f"{options.family} has no held-out text or no judge beside it")
