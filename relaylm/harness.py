@@ -222,14 +222,8 @@ class Scheduled:
         out = [""] * len(rows)
         for part in _same_length([(len(row), index) for index, row in enumerate(rows)]):
             given = np.array([rows[index] for index in part])
-            where: dict[str, Any] = {
-                "given": given,
-                "steps": self.steps,
-                "rule": self.rule,
-                "seed": self.seed,
-                "first_row": part[0],
-            }
-            drawn = sample(self.family, self.schedule, len(part), **where, **law)
+            where: dict[str, Any] = {"given": given, "seed": self.seed, "first_row": part[0]}
+            drawn = sample(self.family, self.schedule, len(part), steps=self.steps, rule=self.rule, **where, **law)
             for index, row in zip(part, drawn.tokens):
                 out[index] = self._text(row[start:].tolist()[:tokens], stops)
         return out

@@ -20,7 +20,6 @@ with spaced sets, too. With `--draw` only the figure is made, OUT.svg.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
@@ -50,6 +49,7 @@ from relaylm.sampling.sample import sample
 from relaylm.show.colours import BLACK, BROWN, MARKERS, PINK, RED, VIOLET
 from relaylm.show.figures import finish, new_figure, nth, points, save_figure
 from relaylm.studies.paper.contrasts import paired
+from relaylm.studies.record.common import about, command
 
 SEED = 1000  # of the samples; rows that no search has seen
 TRIED = 32  # rows of a calibrating run
@@ -107,6 +107,11 @@ class Study:
         """Expected operations of a row."""
         return expected_flops(self.family.models, schedule, steps, self.free_n, self.length)
 
+    def flops_of_calls(self, positions_C: np.ndarray) -> float:
+        """Operations of calls of the heavy model, by the positions at which each needs the head."""
+        heavy: Any = self.family[self.heavy]
+        return float(sum(heavy.flops(self.length, k) for k in positions_C.tolist() if k))
+
     def _cost(self, rule: str) -> float:
         """Operations of a row under a rule that looks at the network, measured on a few."""
         tried = min(TRIED, self.n)
@@ -130,38 +135,31 @@ class Study:
         spent = drawn.costs(self.family.names)
         all_heavy = reference_flops(self.family[self.heavy], make_plan(rows, self.length, SEED, given_nL))
         self.log_ppl[cell.label] = log_perplexity(scores)
-        about = figures(self.family, drawn.tokens_nL, scores)
+        quality = figures(self.family, drawn.tokens_nL, scores)
         keep = ("gen_ppl", "gen_ppl_ci", "entropy", "entropy_ci", "word_entropy", "word_entropy_ci")
-        out: dict[str, Any] = {
-            "kind": cell.kind,
-            "label": cell.label,
-            "level": cell.level,
-            "models": str(cell.spec.schedule),
+        return {
+            **{"kind": cell.kind, "label": cell.label, "level": cell.level, "models": str(cell.spec.schedule)},
+            **{"n": rows, "calls": spent["calls"] / rows, "calls_by_model": spent["calls_by_model"]},
+            **{"flops": spent["flops"] / rows, "saved": 1 - spent["flops"] / all_heavy, "seconds": spent["seconds"]},
+            "samples": loss(self.log_ppl, cell.label, self.reference.label),
+            **{key: quality[key] for key in keep if key in quality},
+            "bound": self.bound(cell),
         }
-        out |= {"n": rows, "calls": spent["calls"] / rows, "calls_by_model": spent["calls_by_model"]}
-        out |= {"flops": spent["flops"] / rows, "saved": 1 - spent["flops"] / all_heavy, "seconds": spent["seconds"]}
-        out |= {"samples": loss(self.log_ppl, cell.label, self.reference.label)}
-        out |= {key: about[key] for key in keep if key in about}
-        return {**out, "bound": self.bound(cell)}
 
     def bound(self, cell: Cell) -> dict[str, Any] | None:
         """The likelihood bound of the held-out rows; None where there is none."""
         rule, rows_NL = cell.spec.rule, self.rows_NL
         if rows_NL is None or (rule is not None and not rule.bounded):
             return None
-        used = {name: self.family[name] for name in self.family.names if name in cell.spec.schedule.models}
-        options: dict[str, Any] = {
-            "steps": cell.spec.steps,
-            "rule": rule,
-            "device": self.family.device,
-            "batch_size": self.batch,
-        }
+        schedule, steps = cell.spec.schedule, cell.spec.steps
+        used = {name: self.family[name] for name in self.family.names if name in schedule.models}
+        options: dict[str, Any] = {"seed": SEED, "device": self.family.device, "batch_size": self.batch}
 
         def run() -> dict[str, Any]:
-            found = plan_bound(used, cell.spec.schedule, rows_NL, self.family.mask_id, seed=SEED, **options)
+            found = plan_bound(used, schedule, rows_NL, self.family.mask_id, steps=steps, rule=rule, **options)
             return {"kind": "bound", "nats": found.nats_N.tolist()}
 
-        what = [str(cell.spec.schedule), str(cell.spec.steps), str(rule), SEED, array_hash(rows_NL)]
+        what = [str(schedule), str(steps), str(rule), SEED, array_hash(rows_NL)]
         key = ["bound of a plan", self.family.digest, conditions(self.family, self.batch), *what]
         self.nats[cell.label] = np.array(cached(self.store, key, run)["nats"]) / self.length
         bits = float(self.nats[cell.label].mean()) / math.log(2)
@@ -243,16 +241,13 @@ def rule_spec(study: Study, text: str, steps: int | None = None) -> tuple[str, S
 def dus_flops(study: Study, block: int) -> float:
     """Operations of a row under DUS, which has no chance in it."""
     calls_1L = level_calls(parse_rule(f"dus:{block}"), np.full((1, study.length), -1))
-    sizes = np.bincount(calls_1L[0])[1:].tolist()
-    heavy: Any = study.family[study.heavy]
-    return float(sum(heavy.flops(study.length, size) for size in sizes if size))
+    return study.flops_of_calls(np.bincount(calls_1L[0])[1:])
 
 
 def llada_flops(study: Study, steps: int) -> float:
     """Operations of a row in LLaDA's steps, with the head at every masked position."""
     count_T = llada_counts(study.length, steps)
-    heavy: Any = study.family[study.heavy]
-    return float(sum(heavy.flops(study.length, k) for k in (study.length - count_T.cumsum() + count_T).tolist()))
+    return study.flops_of_calls(study.length - count_T.cumsum() + count_T)
 
 
 def middle_model(family: Family) -> str | None:
@@ -316,18 +311,18 @@ def tuned_cells(study: Study, path: Path, levels: Sequence[float]) -> Iterator[C
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--n", type=int, default=1600, help="samples of a cell")
-    parser.add_argument("--bound-rows", type=int, default=160)
-    parser.add_argument("--levels", default="50,67,80,90,95", help="operations to be saved, per cent")
-    parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}; none for --also alone")
-    parser.add_argument("--also", action="append", default=[], metavar="WHAT", help="schedule, rule or @SEARCH.json")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--store", type=Path, help="samples and bounds (default: OUT.store)")
-    parser.add_argument("--draw", action="store_true", help="only the figure, from what is there")
-    options = parser.parse_args()
+    options = command(
+        __doc__,
+        "family out",
+        n=(1600, "samples of a cell"),
+        bound_rows=160,
+        levels=("50,67,80,90,95", "operations to be saved, per cent"),
+        kinds=(",".join(KINDS), f"of {', '.join(KINDS)}; none for --also alone"),
+        also={"action": "append", "default": [], "metavar": "WHAT", "help": "schedule, rule or @SEARCH.json"},
+        device="auto",
+        store=(Path, "samples and bounds (default: OUT.store)"),
+        draw=(False, "only the figure, from what is there"),
+    )
     if options.draw:
         print(draw(json.loads(options.out.read_text()), options.out.with_suffix(".svg")))
         return
@@ -339,27 +334,22 @@ def main() -> None:
     text = held_out(family)
     rows_NL = None if text is None or not options.bound_rows else spread_rows(text, family.length, options.bound_rows)
     study = Study(family, options.n, rows_NL, Store(options.store or options.out.with_suffix(".store")))
-    about: dict[str, Any] = {
-        "family": {"name": family.name, "digest": family.digest},
-        "light": study.light,
-        "heavy": study.heavy,
-    }
-    about |= {"length": study.length, "n": options.n, "seed": SEED, "precision": family.precision}
-    about |= {"bound_rows": 0 if rows_NL is None else len(rows_NL), "judge": study.judge.name}
+    record = {**about(family), "light": study.light, "heavy": study.heavy, "length": study.length, "n": options.n}
+    record |= {"seed": SEED, "precision": family.precision, "judge": study.judge.name}
+    record["bound_rows"] = 0 if rows_NL is None else len(rows_NL)
     known = json.loads(options.out.read_text()) if options.out.exists() else {}
-    same = all(known.get(key) == value for key, value in about.items())
-    found: dict[tuple[str, str, float | None], dict[str, Any]] = {}
-    if same:
-        found = {(cell["kind"], cell["label"], cell["level"]): cell for cell in known["cells"]}
+    if not all(known.get(key) == value for key, value in record.items()):
+        known = {"cells": [], "commands": []}
+    found = {(cell["kind"], cell["label"], cell["level"]): cell for cell in known["cells"]}
     for cell in cells(study, kinds, levels, options.also):
         began = time.perf_counter()
         row = study.measure(cell)
         sets = next((c["label"] for c in found.values() if (c["kind"], c["level"]) == ("sets", cell.level)), None)
         row["against_sets"] = against_sets(study, cell, sets)
         found[cell.kind, cell.label, cell.level] = row
-        how = {**how_made(family.device), "commands": list(dict.fromkeys([*known.get("commands", [])] if same else []))}
-        how["commands"] += [how["command"]] if how["command"] not in how["commands"] else []
-        write_json(options.out, {**about, **how, "cells": list(found.values())})
+        how = how_made(family.device)
+        how["commands"] = list(dict.fromkeys([*known["commands"], how["command"]]))
+        write_json(options.out, {**record, **how, "cells": list(found.values())})
         print(f"{line(row)}  [{time.perf_counter() - began:.1f} s]", flush=True)
 
 
@@ -376,9 +366,8 @@ def against_sets(study: Study, cell: Cell, sets: str | None) -> dict[str, Any] |
     """What a cell loses against the spaced sets of its level, where this run has them."""
     if sets is None or sets not in study.log_ppl or cell.kind in ("sets", "reference"):
         return None
-    both = cell.label in study.nats and sets in study.nats
-    out = {"label": sets, "samples": loss(study.log_ppl, cell.label, sets)}
-    return {**out, "bound": loss(study.nats, cell.label, sets) if both else None}
+    bound = loss(study.nats, cell.label, sets) if {cell.label, sets} <= study.nats.keys() else None
+    return {"label": sets, "samples": loss(study.log_ppl, cell.label, sets), "bound": bound}
 
 
 def line(row: dict[str, Any]) -> str:
