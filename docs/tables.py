@@ -111,29 +111,30 @@ def captured(records: Path) -> str:
     return markdown_table(["rule", *(f"`{name}`" for name in rules)], [["rows a second, captured over eager", *ratios]])
 
 
+BENCH = {
+    "width, length, T": "{settings[width]}, {settings[length]}, {settings[steps]}",
+    "times faster than MDLM's sampler: 12 blocks, 4 blocks": "{speedup:.1f}, {speedup_light:.1f}",
+    "than its cached, its compiled form": "{speedup_over_cache:.1f}, {speedup_over_compiled:.1f}",
+    "cost of a call of 4 blocks, of 12": "{engine_light:.1%} (MDLM's sampler: {reference_light:.1%})",
+    "share of time saved by a light share of 1": "{slope[value]:.3f} ({slope[ci][0]:.3f} to {slope[ci][1]:.3f})",
+    "rate, of the largest matrix products": "{fraction_of_limit:.0%} of {matmul_tflops:.3g} TFLOP/s",
+    "peak memory, of MDLM's sampler": "{memory}",
+    "mean KL to the float32 network, nats": "{kl_to_fp32:.1e}",
+    "tokens a second": "{engine_tokens_per_s:,.0f}",
+    "of a causal model with a KV cache, at its best batch": "{ar_tokens_per_s[best]:,.0f}",
+}
+
+
 def bench(records: Path) -> str:
     """What else the benchmark measured, on a GPU and on a CPU."""
     columns = []
     for name, machine in (("h200", "one H200"), ("cpu", "two CPU cores")):
-        f = load(records, f"bench/{name}")
-        size, slope, memory = f["settings"], f["slope"], f["peak_memory_engine"]
-        light, theirs = (
-            f[f"{key}_light_ms_per_row_step"] / f[f"{key}_ms_per_row_step"] for key in ("engine", "reference")
-        )
-        cells = {"": machine, "width, length, T": f"{size['width']}, {size['length']}, {size['steps']}"}
-        cells["times faster than MDLM's sampler: 12 blocks, 4 blocks"] = f"{f['speedup']:.1f}, {f['speedup_light']:.1f}"
-        cells["than its cached, its compiled form"] = f"{f['speedup_over_cache']:.1f}, {f['speedup_over_compiled']:.1f}"
-        cells["cost of a call of 4 blocks, of 12"] = f"{light:.1%} (MDLM's sampler: {theirs:.1%})"
-        low, high = slope["ci"]
-        cells["share of time saved by a light share of 1"] = f"{slope['value']:.3f} ({low:.3f} to {high:.3f})"
-        cells["rate, of the largest matrix products"] = (
-            f"{f['fraction_of_limit']:.0%} of {f['matmul_tflops']:.3g} TFLOP/s"
-        )
-        cells["peak memory, of MDLM's sampler"] = f"{memory / f['peak_memory_reference']:.1%}" if memory else ""
-        cells["mean KL to the float32 network, nats"] = f"{f['kl_to_fp32']:.1e}"
-        cells["tokens a second"] = f"{f['engine_tokens_per_s']:,.0f}"
-        cells["of a causal model with a KV cache, at its best batch"] = f"{f['ar_tokens_per_s']['best']:,.0f}"
-        columns.append(cells)
+        f = {**load(records, f"bench/{name}"), "memory": ""}
+        for key in ("engine", "reference"):
+            f[f"{key}_light"] = f[f"{key}_light_ms_per_row_step"] / f[f"{key}_ms_per_row_step"]
+        if f["peak_memory_engine"]:
+            f["memory"] = f"{f['peak_memory_engine'] / f['peak_memory_reference']:.1%}"
+        columns.append({"": machine, **{title: form.format(**f) for title, form in BENCH.items()}})
     head, *rows = ([key, *(cells[key] for cells in columns)] for key in columns[0])
     return markdown_table(head, rows)
 
@@ -365,17 +366,12 @@ def campaigns(records: Path) -> str:
         "supply": f"{found['supply']['counts']['packages']} packages",
     }
     rows = [
-        {
-            "campaign": f"`{name}`",
-            "tried": what,
-            "failures": str(len(found[name]["failures"])),
-            "seed": str(found[name]["seed"]),
-            "Python, torch": " ".join(found[name]["versions"][key] for key in ("python", "torch")),
-            "commit": f"`{found[name]['commit'][:7]}`",
-        }
+        {**found[name], "campaign": name, "tried": what, "number": len(found[name]["failures"])}
         for name, what in tried.items()
     ]
-    return table(rows)
+    columns = {"campaign": "`{campaign}`", "tried": "{tried}", "failures": "{number}", "seed": "{seed}"}
+    columns |= {"Python, torch": "{versions[python]} {versions[torch]}", "commit": "`{commit:.7}`"}
+    return listed(rows, columns)
 
 
 def loaded(records: Path) -> str:
