@@ -209,14 +209,9 @@ def held_out_rows(setup: Setup, family: Family, text: np.ndarray | None, n: int)
     return drawn.tokens, "samples of the heavy model, as there is no held-out text"
 
 
-def disagreement(setup: Setup) -> Result:
-    """Loss difference and KL by timestep, each model against the heavy one, the twin's baseline taken off."""
-    return curves(setup, setup.family, setup.text)
-
-
 def curves(setup: Setup, family: Family, text: np.ndarray | None, twin: Family | None = None) -> Result:
-    """The same of any family; on its own trajectories where there is no held-out text. Models of `twin` are second
-    seeds of those of the same name."""
+    """Loss difference and KL by timestep, each model against the heavy one, the twin's baseline taken off; on a
+    family's own trajectories where there is no held-out text. Models of `twin` are second seeds of its own."""
     scale, length = setup.scale, setup.length(family)
     options: dict[str, Any] = {"timesteps": scale.timesteps, "sequences": scale.sequences, "progress": setup.progress}
     options |= {"states": "trajectory", "steps": setup.steps(family)} if text is None else {"states": "data"}

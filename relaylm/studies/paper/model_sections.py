@@ -24,10 +24,10 @@ from relaylm.studies.paper.schedule_sections import (
     in_words,
     percent,
     ppl_text,
+    schedules,
     search,
     seven_table,
     share_table,
-    tables_by_light,
     tuned_table,
 )
 
@@ -82,12 +82,8 @@ def _time_in_words(result: Result, family: Row, size: Row | None) -> str:
     return words
 
 
-def disagreement(result: Result, figures: Path) -> list[Block]:
+def disagreement(result: Result, figures: Path, name: str = "disagreement", caption: str = CURVES) -> list[Block]:
     """Loss difference and KL by timestep."""
-    return _curves(result, figures, "disagreement", CURVES)
-
-
-def _curves(result: Result, figures: Path, name: str, caption: str) -> list[Block]:
     words, rows, peaks = [], [], []
     for pair in result["pairs"]:
         t, low, high, relative = peak(pair)
@@ -129,15 +125,15 @@ def second_corpus(result: Result, figures: Path) -> list[Block]:
         f"Family {name}. {about_samples(found)} {in_words(found, label)}",
         Figure(draw.bars({name: found}, figures / "second-corpus.png"), bars),
         seven_table("second-corpus", beside, found, label),
-        *_curves(result["disagreement"], figures, "second-corpus-kl", kl),
+        *disagreement(result["disagreement"], figures, "second-corpus-kl", kl),
     ]
 
 
 def bpe(result: Result, figures: Path) -> list[Block]:
     """Schedules, KL, shares and searches on tokens, as far as they are there."""
     return [
-        *tables_by_light(result["schedules"], figures, "bpe", "The same with a large vocabulary."),
-        *_curves(result["disagreement"], figures, "bpe-kl", CURVES),
+        *schedules(result["schedules"], figures, "bpe", "The same with a large vocabulary."),
+        *disagreement(result["disagreement"], figures, "bpe-kl"),
         *(share_table(result["shares"], "bpe-shares") if "shares" in result else []),
         *(search(result["search"], figures, "bpe-search") if "search" in result else []),
         *(tuned_table(result["tuner"], "bpe-tuner") if "tuner" in result else []),

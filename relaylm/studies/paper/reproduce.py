@@ -60,7 +60,7 @@ EXPERIMENTS = (
     Experiment("prefixes", "Prefix-conditional generation", f"{paper.PREFIX_128} {paper.PREFIX_256}", TWO,
                ours.prefixes, show.prefixes),
     Experiment("disagreement", "Disagreement of models by timestep", "fig:loss_diff fig:kldiv-plot", TWO,
-               ours.disagreement, models.disagreement),
+               lambda setup: ours.curves(setup, setup.family, setup.text), models.disagreement),
     Experiment("second-corpus", "A second corpus, short rows", f"{paper.LM1B} fig:lm1b-kldiv-plot", SECOND,
                ours.second_corpus, models.second_corpus, others=lambda setup: (setup.second,)),
     Experiment("bpe", "Tokens in place of characters", "", TOKENS, ours.bpe, models.bpe, on_tokens=True, edition=2,
