@@ -22,7 +22,8 @@ def main() -> None:
     flags = {"windows": "4,8,16", "rows": 1, "steps": math.inf, "seed": 0, "device": "auto"}
     options = command(__doc__, "family out", model=str, **flags)
     family = Family.load(options.family, device=options.device)
-    model, n, steps = options.model or family.roles()[1], options.rows, options.steps
+    model, n = options.model or family.roles()[1], options.rows
+    steps = options.steps if math.isinf(options.steps) else int(options.steps)
     plain = sample(family, model, n, batch_size=n, steps=steps, seed=options.seed)
     found = []
     for window in (1, *map(int, options.windows.split(","))):
@@ -39,7 +40,7 @@ def main() -> None:
         )
         print(found[-1], flush=True)
     record = {**about(family), "model": model, "rows": n, "seed": options.seed, "length": family.length}
-    record["steps"] = "inf" if math.isinf(steps) else int(steps)
+    record["steps"] = "inf" if math.isinf(steps) else steps
     write_json(options.out, {**record, **how_made(family.device), "runs": found})
 
 
