@@ -72,9 +72,11 @@ def run(args: argparse.Namespace) -> tools.Result:
     typed = tools.read_schedule(args.schedule)
     schedule = Schedule.parse(typed)
     check(args)
-    from relaylm.sampling.rules import parse_rule  # with torch, which takes a second
+    rule = None
+    if args.rule is not None:
+        from relaylm.sampling.rules import parse_rule
 
-    rule = None if args.rule is None else parse_rule(args.rule, args.block_length)
+        rule = parse_rule(args.rule, args.block_length)
     family = tools.load_family(args)
     light, heavy = family.roles(args.light, args.heavy)
     bound = family.bind(schedule, light, heavy)
