@@ -2,9 +2,9 @@
 
     python docs/generate.py
 
-What stands between `<!-- begin: NAME -->` and `<!-- end -->` is what BLOCKS[NAME] returns: tables of the records under
-results/ (`tables`), or the reference from the argument parser and the public docstrings. Everything else is written by
-hand. A test says whether the documents are current.
+What stands between `<!-- begin: NAME -->` and `<!-- end -->` is what BLOCKS[NAME] returns: a table of the records under
+results/, made by the function of that name in `tables` or `spacing_tables`, or the reference from the argument parser
+and the public docstrings. Everything else is written by hand. A test says whether the documents are current.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -35,11 +34,6 @@ VERDICTS = {"claim": "claim of the paper", "verdict": "verdict here", "findings"
 PEAKS = {"family": "family", "ratio": "loss at t = 0.05 over loss at t = 1", "KL's peak t (95%)": "KL peaks at t (95%)"}
 FLOAT32 = {"T": "T", "exact PPL (95%)": "perplexity, exact", "MDLM's float32": "in float32"}
 FLOAT32 |= {"exact entropy": "entropy, exact", "float32's": "entropy in float32", "difference": "difference (95%)"}
-
-
-def composed(records: Path, family: str) -> str:
-    """What `relaylm compose` found, as a section."""
-    return compose.markdown(json.loads((records / "compose" / f"{family}.json").read_text(encoding="utf-8")))
 
 
 # ------------------------------------------------------------------------------------------------ the reference
@@ -123,37 +117,16 @@ def _prose(thing: Any) -> str:
 # ------------------------------------------------------------------------------------------------ the documents
 
 BLOCKS: dict[str, Callable[[Path], str]] = {
-    "speed": tables.speed,
-    "spaced speed": tables.spaced_speed,
-    "spacing": spacing_tables.spacing,
-    "front": spacing_tables.first,
-    "fronts": spacing_tables.front,
-    "mixtures": spacing_tables.mixtures,
-    "predicted": spacing_tables.predicted,
-    "parallel": spacing_tables.parallel,
-    "harness": tables.harness,
-    "bench": tables.bench,
-    "kernels": tables.kernels,
-    "quality": tables.quality,
-    "rules": tables.rules,
-    "equal compute": tables.equal_compute,
-    "tuner": tables.tuner,
-    "lengths": tables.lengths,
-    "training": tables.training,
-    "lighten": tables.lighten,
-    "judges": tables.judges,
-    "texts": tables.texts,
-    "serving": tables.serving,
-    "serving gpu": tables.serving_gpu,
-    "captured": tables.captured,
-    "cost": tables.cost,
-    "campaigns": tables.campaigns,
-    "loaded": tables.loaded,
-    "refused": tables.refused,
+    name.replace("_", " "): function
+    for module in (tables, spacing_tables)
+    for name, function in vars(module).items()
+    if inspect.isfunction(function) and [*inspect.signature(function).parameters] == ["records"]
+}
+BLOCKS |= {
     "verdicts": partial(tables.reported, name="claims", columns=VERDICTS),
     "peaks": partial(tables.reported, name="peaks", columns=PEAKS),
     "float32": partial(tables.reported, name="precision", columns=FLOAT32, schedule="heavy"),
-    "compose wiki-char": partial(composed, family="wiki-char"),
+    "compose wiki-char": lambda records: compose.markdown(tables.load(records, "compose/wiki-char")),
     "commands": commands,
     "python": python_names,
 }

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tables import load, table
+from tables import FAMILIES, listed, load, table
 
 from relaylm.core.plan import expected_calls
 from relaylm.core.schedule import Spacing
@@ -37,7 +37,7 @@ def spacing(records: Path) -> str:
     return table([row for _, row in sorted(rows, key=lambda row: -row[0])])
 
 
-def first(records: Path) -> str:
+def front(records: Path) -> str:
     """What a spacing gives, in four lines for each family."""
     rows: list[dict[str, str]] = []
     for name, labels in FIRST.items():
@@ -60,7 +60,7 @@ def first(records: Path) -> str:
     return f"{table(rows)}\n\n{how}first line of each in hundredths of a nat a position, with 95% intervals."
 
 
-def front(records: Path) -> str:
+def fronts(records: Path) -> str:
     """What each way of saving operations loses on samples and in likelihood, of each family that has a record."""
     return "\n\n".join(_front(path.stem, load(records, f"front/{path.stem}")) for path in _records(records))
 
@@ -82,25 +82,19 @@ def mixtures(records: Path) -> str:
 
 def predicted(records: Path) -> str:
     """How well the tables of pairs predict losses."""
-    rows = []
-    for name in ("wiki-char", "books-char", "wiki-bpe"):
-        if not (records / "spacing" / f"{name}.json").exists():
-            continue
-        found = load(records, f"spacing/{name}")
-        both = [p for p in found["plans"] if p["predicted"] is not None]
-        row = {"family": f"`{name}`", "plans": str(len(both)), "rows of text": str(found["rows"])}
-        row |= {"r of measured and predicted losses": f"{found['correlation']:.3f}"}
-        rows.append({**row, "spacing as good as T = L": f"`{found['default_spacing']}`"})
-    return table(rows)
+    found = [load(records, f"spacing/{name}") for name in FAMILIES]
+    for one in found:
+        one["number"] = sum(plan["predicted"] is not None for plan in one["plans"])
+    columns = {"family": "`{family[name]}`", "plans": "{number}", "rows of text": "{rows}"}
+    columns |= {"r of measured and predicted losses": "{correlation:.3f}"}
+    return listed(found, columns | {"spacing as good as T = L": "`{default_spacing}`"})
 
 
 def parallel(records: Path) -> str:
     """Rounds and work of windows of calls."""
-    rows = []
-    for run in load(records, "spacing/parallel-4b")["runs"]:
-        row = {"W": str(run["window"]), "rounds": str(run["rounds"]), "calls": str(run["calls"])}
-        rows.append({**row, "calls against the sequential run": f"{run.get('work', 1):.2f}"})
-    return table(rows)
+    runs = [{"work": 1, **run} for run in load(records, "spacing/parallel-4b")["runs"]]
+    columns = {"W": "{window}", "rounds": "{rounds}", "calls": "{calls}"}
+    return listed(runs, columns | {"calls against the sequential run": "{work:.2f}"})
 
 
 def _records(records: Path) -> list[Path]:

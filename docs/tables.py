@@ -37,6 +37,11 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
     return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
+def listed(items: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """A table of items: columns by their titles, as formats of an item's fields."""
+    return table([{title: form.format(**item) for title, form in columns.items()} for item in items])
+
+
 def _hundredths(value: float, ci: Sequence[float], digits: int = 1) -> str:
     """A loss with its interval, in hundredths."""
     value, low, high = (100 * v for v in (value, *ci))
@@ -60,28 +65,17 @@ def speed(records: Path) -> str:
     steps, length = full["settings"]["steps"], full["settings"]["length"]
     causal = 1000 * length / max(found["ar_tokens_per_s"]["best"] for found in (full, spaced))
     plan = next(run for run in spaced["spaced"] if run["distance"] == 40)
-    alone = {name: run["ms"] for name, run in spaced["latency"].items()}
+
+    def ms(found: Mapping[str, Any], *samplers: str) -> list[Any]:
+        return [steps * found[f"{sampler}_ms_per_row_step"] for sampler in samplers]
+
+    on_spaced_plans = [*ms(spaced, "reference", "reference_compiled"), causal, plan["ms_per_row"]]
+    one_row = ("MDLM's sampler", "MDLM's sampler, compiled", "causal, with a cache", "spaced:40")
     lines = {
-        f"12 blocks, T = {steps:,}": (
-            *(steps * full[f"{key}_ms_per_row_step"] for key in ("reference", "reference_compiled")),
-            causal,
-            steps * full["engine_ms_per_row_step"],
-        ),
-        f"4 blocks, T = {steps:,}": (
-            steps * full["reference_light_ms_per_row_step"],
-            None,
-            None,
-            steps * full["engine_light_ms_per_row_step"],
-        ),
-        f"12 blocks, `spaced:40` ({plan['calls_per_row']:.0f} calls)": (
-            *(steps * spaced[f"{key}_ms_per_row_step"] for key in ("reference", "reference_compiled")),
-            causal,
-            plan["ms_per_row"],
-        ),
-        "the same, one row alone": (
-            *(alone[name] for name in ("MDLM's sampler", "MDLM's sampler, compiled", "causal, with a cache")),
-            alone["spaced:40"],
-        ),
+        f"12 blocks, T = {steps:,}": [*ms(full, "reference", "reference_compiled"), causal, *ms(full, "engine")],
+        f"4 blocks, T = {steps:,}": [*ms(full, "reference_light"), None, None, *ms(full, "engine_light")],
+        f"12 blocks, `spaced:40` ({plan['calls_per_row']:.0f} calls)": on_spaced_plans,
+        "the same, one row alone": [spaced["latency"][name]["ms"] for name in one_row],
     }
     rows = []
     for title, values in lines.items():
@@ -95,20 +89,17 @@ def speed(records: Path) -> str:
 def spaced_speed(records: Path) -> str:
     """Spaced plans at the paper's size, many rows together, and everything with one row alone."""
     found = load(records, "bench/h200-spaced")
-    rows = []
-    for run in found["spaced"]:
-        cells = {"plan": f"`spaced:{run['distance']}`", "calls a row": f"{run['calls_per_row']:.0f}"}
-        cells |= {
-            "rows a second": f"{run['rows_per_second']:.1f}",
-            "tokens a second": f"{run['tokens_per_second']:,.0f}",
-        }
-        cells["times MDLM's sampler"] = f"{run['speedup']:.1f}"
-        rows.append({**cells, "of the rate of matrix products": f"{run['fraction_of_limit']:.1%}"})
-    alone = [
-        {"one row": name, "milliseconds": f"{run['ms']:,.1f}", "calls": f"{run['calls']:,}"}
-        for name, run in found["latency"].items()
-    ]
-    return f"{table(rows)}\n\n{table(alone)}"
+    together = {
+        "plan": "`spaced:{distance}`",
+        "calls a row": "{calls_per_row:.0f}",
+        "rows a second": "{rows_per_second:.1f}",
+        "tokens a second": "{tokens_per_second:,.0f}",
+        "times MDLM's sampler": "{speedup:.1f}",
+        "of the rate of matrix products": "{fraction_of_limit:.1%}",
+    }
+    alone = [{"name": name, **run} for name, run in found["latency"].items()]
+    one_row = {"one row": "{name}", "milliseconds": "{ms:,.1f}", "calls": "{calls:,}"}
+    return f"{listed(found['spaced'], together)}\n\n{listed(alone, one_row)}"
 
 
 def captured(records: Path) -> str:
@@ -120,29 +111,30 @@ def captured(records: Path) -> str:
     return markdown_table(["rule", *(f"`{name}`" for name in rules)], [["rows a second, captured over eager", *ratios]])
 
 
+BENCH = {
+    "width, length, T": "{settings[width]}, {settings[length]}, {settings[steps]}",
+    "times faster than MDLM's sampler: 12 blocks, 4 blocks": "{speedup:.1f}, {speedup_light:.1f}",
+    "than its cached, its compiled form": "{speedup_over_cache:.1f}, {speedup_over_compiled:.1f}",
+    "cost of a call of 4 blocks, of 12": "{engine_light:.1%} (MDLM's sampler: {reference_light:.1%})",
+    "share of time saved by a light share of 1": "{slope[value]:.3f} ({slope[ci][0]:.3f} to {slope[ci][1]:.3f})",
+    "rate, of the largest matrix products": "{fraction_of_limit:.0%} of {matmul_tflops:.3g} TFLOP/s",
+    "peak memory, of MDLM's sampler": "{memory}",
+    "mean KL to the float32 network, nats": "{kl_to_fp32:.1e}",
+    "tokens a second": "{engine_tokens_per_s:,.0f}",
+    "of a causal model with a KV cache, at its best batch": "{ar_tokens_per_s[best]:,.0f}",
+}
+
+
 def bench(records: Path) -> str:
     """What else the benchmark measured, on a GPU and on a CPU."""
     columns = []
     for name, machine in (("h200", "one H200"), ("cpu", "two CPU cores")):
-        f = load(records, f"bench/{name}")
-        size, slope, memory = f["settings"], f["slope"], f["peak_memory_engine"]
-        light, theirs = (
-            f[f"{key}_light_ms_per_row_step"] / f[f"{key}_ms_per_row_step"] for key in ("engine", "reference")
-        )
-        cells = {"": machine, "width, length, T": f"{size['width']}, {size['length']}, {size['steps']}"}
-        cells["times faster than MDLM's sampler: 12 blocks, 4 blocks"] = f"{f['speedup']:.1f}, {f['speedup_light']:.1f}"
-        cells["than its cached, its compiled form"] = f"{f['speedup_over_cache']:.1f}, {f['speedup_over_compiled']:.1f}"
-        cells["cost of a call of 4 blocks, of 12"] = f"{light:.1%} (MDLM's sampler: {theirs:.1%})"
-        low, high = slope["ci"]
-        cells["share of time saved by a light share of 1"] = f"{slope['value']:.3f} ({low:.3f} to {high:.3f})"
-        cells["rate, of the largest matrix products"] = (
-            f"{f['fraction_of_limit']:.0%} of {f['matmul_tflops']:.3g} TFLOP/s"
-        )
-        cells["peak memory, of MDLM's sampler"] = f"{memory / f['peak_memory_reference']:.1%}" if memory else ""
-        cells["mean KL to the float32 network, nats"] = f"{f['kl_to_fp32']:.1e}"
-        cells["tokens a second"] = f"{f['engine_tokens_per_s']:,.0f}"
-        cells["of a causal model with a KV cache, at its best batch"] = f"{f['ar_tokens_per_s']['best']:,.0f}"
-        columns.append(cells)
+        f = {**load(records, f"bench/{name}"), "memory": ""}
+        for key in ("engine", "reference"):
+            f[f"{key}_light"] = f[f"{key}_light_ms_per_row_step"] / f[f"{key}_ms_per_row_step"]
+        if f["peak_memory_engine"]:
+            f["memory"] = f"{f['peak_memory_engine'] / f['peak_memory_reference']:.1%}"
+        columns.append({"": machine, **{title: form.format(**f) for title, form in BENCH.items()}})
     head, *rows = ([key, *(cells[key] for cells in columns)] for key in columns[0])
     return markdown_table(head, rows)
 
@@ -193,14 +185,11 @@ def quality(records: Path) -> str:
 
 def rules(records: Path) -> str:
     """Each decoding rule with the heavy model alone, beside held-out text."""
-    rows = []
     found = load(records, "compose/wiki-char")
-    text = {**found["heldout"], "line": "held-out text", "dial": "", "calls": 0}
-    for row in [*(row for row in found["rows"] if row["schedule"] == "heavy"), text]:
-        cells = {"rule": row["line"], "dial": row["dial"], "perplexity": f"{row['gen_ppl']:.2f}"}
-        cells |= {"entropy of words": f"{row['word_entropy']:.3f}"}
-        rows.append({**cells, "calls": f"{row['calls'] / found['n']:.0f}" if row["calls"] else ""})
-    return table(rows)
+    rows = [{**row, "each": f"{row['calls'] / found['n']:.0f}"} for row in found["rows"] if row["schedule"] == "heavy"]
+    rows.append({**found["heldout"], "line": "held-out text", "dial": "", "each": ""})
+    columns = {"rule": "{line}", "dial": "{dial}", "perplexity": "{gen_ppl:.2f}"}
+    return listed(rows, columns | {"entropy of words": "{word_entropy:.3f}", "calls": "{each}"})
 
 
 def equal_compute(records: Path) -> str:
@@ -335,29 +324,15 @@ def serving(records: Path) -> str:
     found = load(records, "serve/cpu")
     full, memory = found["saturation"], load(records, "serve/memory")["memory"]
     speed, spent = full["rows_per_second"], full["processor_seconds_per_row"]
+    who = {"server": f"{full['clients']} clients at once", "sample": "`relaylm.sample`, same batch size"}
     rows = [
-        {
-            "": f"{full['clients']} clients at once",
-            "rows a second": f"{speed['server']:.2f}",
-            "processor seconds a row": f"{spent['server']:.3f}",
-        },
-        {
-            "": "`relaylm.sample`, same batch size",
-            "rows a second": f"{speed['sample']:.2f}",
-            "processor seconds a row": f"{spent['sample']:.3f}",
-        },
+        {"": title, "rows a second": f"{speed[key]:.2f}", "processor seconds a row": f"{spent[key]:.3f}"}
+        for key, title in who.items()
     ]
-    waits = [
-        {
-            "load": f"{100 * one['load']:.0f}%",
-            "requests": str(one["requests"]),
-            **{p: f"{one[p]:.1f} s" for p in ("p50", "p95", "p99")},
-        }
-        for one in found["latency"]
-    ]
+    waits = {"load": "{load:.0%}", "requests": "{requests}"} | {p: f"{{{p}:.1f}} s" for p in ("p50", "p95", "p99")}
     grown = 100 * memory["growth_over_second_half"]
     flat = f"Over {memory['requests']:,} requests the memory of the server grew by {grown:.1f}% in the second half."
-    return f"{table(rows)}\n\n{table(waits)}\n\n{flat}"
+    return f"{table(rows)}\n\n{listed(found['latency'], waits)}\n\n{flat}"
 
 
 def serving_gpu(records: Path) -> str:
@@ -391,26 +366,18 @@ def campaigns(records: Path) -> str:
         "supply": f"{found['supply']['counts']['packages']} packages",
     }
     rows = [
-        {
-            "campaign": f"`{name}`",
-            "tried": what,
-            "failures": str(len(found[name]["failures"])),
-            "seed": str(found[name]["seed"]),
-            "Python, torch": " ".join(found[name]["versions"][key] for key in ("python", "torch")),
-            "commit": f"`{found[name]['commit'][:7]}`",
-        }
+        {**found[name], "campaign": name, "tried": what, "number": len(found[name]["failures"])}
         for name, what in tried.items()
     ]
-    return table(rows)
+    columns = {"campaign": "`{campaign}`", "tried": "{tried}", "failures": "{number}", "seed": "{seed}"}
+    columns |= {"Python, torch": "{versions[python]} {versions[torch]}", "commit": "`{commit:.7}`"}
+    return listed(rows, columns)
 
 
 def loaded(records: Path) -> str:
     """Which public models load."""
-    rows = [
-        {"format": f"`{one.name}`", "models": one.models, "by": one.network, "masks": one.law, "note": one.note}
-        for one in formats.LOADED
-    ]
-    return table(rows)
+    columns = {"format": "`{name}`", "models": "{models}", "by": "{network}", "masks": "{law}", "note": "{note}"}
+    return listed([vars(one) for one in formats.LOADED], columns)
 
 
 def refused(records: Path) -> str:

@@ -22,19 +22,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from relaylm.core.schedule import Policy, Schedule, Timetable
 from relaylm.errors import UserError, reason
 from relaylm.measure.evaluate import sample_rows
+from relaylm.models.family import Family
 from relaylm.sampling.result import Samples, joined_rows
 from relaylm.sampling.sample import checked_given, lay_out, pick_batch_size
 from relaylm.search.tree import Stopped
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
 
 MOST_LOSSES = 3  # of workers over one task, or in a row while they start: then the cause is not chance
 LOOK = 0.5  # seconds between two checks of whether to stop
@@ -84,7 +82,7 @@ def sample_many(
         parts[index] = part
         if on_rows is not None:
             on_rows(sum(len(part.tokens) for part in parts.values()), n)
-    samples = joined_rows([parts[index] for index in range(len(tasks))])
+    samples = joined_rows([part for _, part in sorted(parts.items())])
     return replace(samples, cost=replace(samples.cost, seconds=time.perf_counter() - began))
 
 
@@ -93,8 +91,6 @@ class _Worker:
 
     def load(self, folder: str, device: str, dtype: Any, narrow: bool, digest: str) -> int:
         """Load the family; returns the process's number. Not in the constructor, whose errors Ray hides."""
-        from relaylm.models.family import Family
-
         host = socket.gethostname()
         try:
             self.family = Family.load(folder, device, dtype, narrow=narrow)

@@ -26,7 +26,7 @@ import logging
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -135,7 +135,7 @@ class Scheduled:
         none are scored. Rows with the same number share their plans."""
         out, made = np.zeros((len(rows), 2)), 0
         with progress_bar(what, len(rows), "request", delay=1.0) as bar:
-            for part in _same_length([(len(ids), index) for index, (ids, last) in enumerate(rows) if last]):
+            for part in _same_length([ids if last else [] for ids, last in rows]):
                 tokens = np.array([rows[index][0] for index in part])
                 free = self.scored([rows[index] for index in part])
                 found = continuation_bound(
@@ -168,7 +168,7 @@ class Scheduled:
     def are_greedy(self, rows: Sequence[tuple[list[int], int]]) -> list[bool]:
         """Whether the scored tokens of each row come out, surest position first, one at a time."""
         out = [True] * len(rows)
-        for part in _same_length([(len(ids), index) for index, (ids, last) in enumerate(rows) if last]):
+        for part in _same_length([ids if last else [] for ids, last in rows]):
             tokens = torch.tensor([rows[index][0] for index in part], device=self.family.device)
             last = torch.tensor([rows[index][1] for index in part], device=self.family.device)
             masked = torch.from_numpy(self.scored([rows[index] for index in part])).to(tokens.device)
@@ -219,16 +219,10 @@ class Scheduled:
         rows = [[-1 if token == self.family.mask_id else token for token in row] for row in rows]
         start = -len(free) - len(self.back)
         out = [""] * len(rows)
-        for part in _same_length([(len(row), index) for index, row in enumerate(rows)]):
+        for part in _same_length(rows):
             given = np.array([rows[index] for index in part])
-            where: dict[str, Any] = {
-                "given": given,
-                "steps": self.steps,
-                "rule": self.rule,
-                "seed": self.seed,
-                "first_row": part[0],
-            }
-            drawn = sample(self.family, self.schedule, len(part), **where, **law)
+            where: dict[str, Any] = {"given": given, "seed": self.seed, "first_row": part[0]}
+            drawn = sample(self.family, self.schedule, len(part), steps=self.steps, rule=self.rule, **where, **law)
             for index, row in zip(part, drawn.tokens):
                 out[index] = self._text(row[start:].tolist()[:tokens], stops)
         return out
@@ -241,11 +235,12 @@ class Scheduled:
         return text
 
 
-def _same_length(lengths: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Indices of rows of one length together, at most ROWS of them."""
+def _same_length(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Indices of rows of one length together, at most ROWS of them; without empty rows."""
     by_length: dict[int, list[int]] = defaultdict(list)
-    for length, index in lengths:
-        by_length[length].append(index)
+    for index, row in enumerate(rows):
+        by_length[len(row)].append(index)
+    by_length.pop(0, None)
     return [own[at : at + ROWS] for own in by_length.values() for at in range(0, len(own), ROWS)]
 
 

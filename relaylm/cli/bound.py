@@ -28,7 +28,8 @@ def run(args: argparse.Namespace) -> tools.Result:
     from relaylm.measure.estimate import announce_calls
     from relaylm.measure.likelihood import bound
 
-    if args.model is not None and (args.schedule is not None or args.rule is not None):
+    scheduled = args.schedule is not None or args.rule is not None
+    if args.model is not None and scheduled:
         raise UserError("--model is for the bound of one model: with --schedule or --rule, name it in the schedule")
     family = tools.load_family(args)
     one = [] if args.model is None else [family.named(args.model)]
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> tools.Result:
     announce_calls(family, f"{count:,} calls", count, family.length, "--rows and --draws make it shorter")
     options = {"draws": args.draws, "seed": args.seed, "device": family.device}
     result: dict[str, Any] = {}
-    for name in () if args.schedule is not None or args.rule is not None else one or family.names:
+    for name in () if scheduled else one or family.names:
         if family.block_length:
             result[name] = of_schedule(args, family, rows, options, f"{name}:100%", math.inf)[1].to_json()
             continue
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> tools.Result:
             found = bound(family[name], rows, mask_id=family.mask_id, on_rows=bar.report, **options)
         result[name] = found.to_json()
         tools.show(args, f"{name}: {found}")
-    if args.schedule is not None or args.rule is not None:
+    if scheduled:
         typed, default = tools.read_schedule(args.schedule or "heavy"), family.block_length or family.length
         schedule, found = of_schedule(args, family, rows, options, typed, default)
         result[schedule] = found.to_json()
@@ -61,17 +62,15 @@ def of_schedule(
     from relaylm.measure.schedule_likelihood import measure_table, schedule_bound
     from relaylm.sampling.rules import parse_rule
 
-    schedule = family.bind(typed, *family.roles())
+    schedule, rule = family.bind(typed, *family.roles()), None if args.rule is None else parse_rule(args.rule)
     models = {name: family[name] for name in schedule.models}
-    if schedule.spacing is not None or args.rule is not None or family.block_length:
-        rule = None if args.rule is None else parse_rule(args.rule)
+    if schedule.spacing is not None or rule is not None or family.block_length:
         counted = schedule.spacing is None and schedule.steps is None and not (rule is not None and rule.adaptive)
-        steps = args.steps or (default if counted else None)
-        more: dict[str, Any] = {"rule": rule, "steps": steps, "progress": True}
-        own = plan_bound(models, schedule, rows, family.mask_id, seed=args.seed, device=family.device, **more)
-        label = f"{typed}, {rule}" if rule is not None else typed
+        how: dict[str, Any] = {"rule": rule, "steps": args.steps or (default if counted else None), "progress": True}
+        own = plan_bound(models, schedule, rows, family.mask_id, seed=args.seed, device=family.device, **how)
+        label = typed if rule is None else f"{typed}, {rule}"
         tools.show(args, f"{label}: {own}")
-        return label if rule is not None else str(schedule), own
+        return str(schedule) if rule is None else label, own
     with tools.progress("bound", "row") as bar:
         table = measure_table(models, rows, family.mask_id, on_rows=bar.report, **options)
     found = schedule_bound(table, schedule, args.steps or (None if schedule.steps is not None else family.length))

@@ -22,9 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tools.Result:
     """Compare, show the table and draw it."""
     from relaylm.measure.compare import compare, render
+    from relaylm.show.figures import plot_compare
 
     schedules, prompts = tools.read_schedules(args.schedules), tools.read_lines(args.prompts)
-    tools.check_plot(args.plot)
     family = tools.load_family(args)
     length = args.length or family.length
     with tools.open_workers(family, args.cluster) as cluster:
@@ -42,8 +42,5 @@ def run(args: argparse.Namespace) -> tools.Result:
             **tools.chosen(args, "steps length seed judge recipe timing light heavy batch_size store fresh"),
         )
     tools.show(args, render(result))
-    if args.plot is not None:
-        from relaylm.show.figures import plot_compare
-
-        tools.draw_last(args, lambda: plot_compare(result, args.plot))
+    tools.draw_last(args, plot_compare, result)
     return tools.with_provenance(result, family, args)

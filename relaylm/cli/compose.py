@@ -30,14 +30,11 @@ def run(args: argparse.Namespace) -> tools.Result:
     """Measure the grid, or read it; show, draw and write it."""
     from relaylm.studies.compose import view
 
-    tools.check_plot(args.plot)
-    tools.check_writable(args.markdown)
     result = measured(args) if args.recorded is None else read_object(expand(args.recorded))
     if result.get("kind") != "compose":
         raise UserError(f"{args.recorded} is not what `relaylm compose --json` writes")
     tools.show(args, view.render(result))
-    if args.plot is not None:
-        tools.draw_last(args, lambda: view.plot(result, args.plot))
+    tools.draw_last(args, view.plot, result)
     if args.markdown is not None:
         tools.note(f"written: {view.put_into(result, args.markdown)}")
     return result

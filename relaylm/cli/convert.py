@@ -40,14 +40,10 @@ def run(args: argparse.Namespace) -> tools.Result:
     elif families := [source for source in sources if (on_disk(source) / MANIFEST).is_file()]:
         raise UserError(f"{families[0]} is a family of relaylm already: it needs no converting (--to-mdlm goes back)")
     else:
-        names = args.names.split(",") if args.names else None
-        options = {
-            key: value
-            for key, value in tools.chosen(args, "length mask_id heads block_length").items()
-            if value is not None
-        }
+        said = tools.chosen(args, "length mask_id heads block_length")
+        options = {name: value for name, value in said.items() if value is not None}
         options |= {"ema": False} if args.raw_weights else {}
         same = tools.chosen(args, "tokenizer revision license overwrite")
-        written = convert(sources, folder, names=names, **same, **options)
+        written = convert(sources, folder, names=tools.split_list(args.names), **same, **options)
     tools.note(f"wrote {written}")
     return {"folder": str(written)}

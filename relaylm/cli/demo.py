@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> tools.Result:
         rows.append([title, calls, f"{cost.flops or 0:.2e}", saved, f"{cost.seconds:.2f}"])
     print(table(["schedule", "calls", "FLOPs", "saved", "seconds"], rows))
     print()
-    say(f"{tools.saved_note(heavy, len(columns[0][1].tokens[0]))} {NOTE}")
+    say(f"Saved: operations, against {heavy} alone in {len(columns[0][1].tokens[0])} steps. {NOTE}")
     source = () if args.family is None else ("--family", args.family)
     further = (
         ("sample", "--prompt", prompt, "--schedule", "sandwich:50%", "--watch"),

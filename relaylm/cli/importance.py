@@ -26,8 +26,8 @@ def run(args: argparse.Namespace) -> tools.Result:
     from relaylm.measure.estimate import announce_calls
     from relaylm.measure.importance import importance, render, second_seeds
     from relaylm.models.family import Family
+    from relaylm.show.figures import plot_importance
 
-    tools.check_plot(args.plot)
     pairs: Any = args.pairs
     if args.pairs not in (None, "all"):
         pairs = [tuple(pair.split(":")) for pair in args.pairs.split(",")]
@@ -41,8 +41,5 @@ def run(args: argparse.Namespace) -> tools.Result:
     announce_calls(family, f"{count:,} calls", count, family.length, "--sequences and --timesteps make it shorter")
     result = importance(family, text, pairs=pairs, twins=twins, progress=True, **same)
     tools.show(args, render(result))
-    if args.plot is not None:
-        from relaylm.show.figures import plot_importance
-
-        tools.draw_last(args, lambda: plot_importance(result, args.plot))
+    tools.draw_last(args, plot_importance, result)
     return tools.with_provenance(result, family, args)

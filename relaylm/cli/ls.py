@@ -30,18 +30,15 @@ def run(args: argparse.Namespace) -> tools.Result:
     }
     rows = []
     for entry in found["families"]:
-        where = "bundled" if entry["bundled"] else ""
-        where = ", ".join(filter(None, (where, "default" if entry["source"] == found["default"] else "")))
-        sizes = (
-            "" if entry["error"] else ", ".join(f"{name} {size / 1e6:.3g}M" for name, size in entry["sizes"].items())
-        )
-        rows.append([entry["source"], entry["error"] or sizes, "" if entry["error"] else str(entry["length"]), where])
-    head = ["families", "models and their parameters", "length", ""]
-    parts = [table(head, rows, text=(0, 1, 3))]
-    parts.append(
-        table(["schedules by name", "the same in shares"], [*map(list, found["schedules"].items())], text=(0, 1))
-    )
-    known = [list(item) for item in found["presets"].items()]
-    parts.append(table(["presets for relaylm train", "what to expect"], known, text=(0, 1)))
+        what, length = entry["error"], ""
+        if not what:
+            what = ", ".join(f"{name} {size / 1e6:.3g}M" for name, size in entry["sizes"].items())
+            length = str(entry["length"])
+        marks = {"bundled": entry["bundled"], "default": entry["source"] == found["default"]}
+        rows.append([entry["source"], what, length, ", ".join(mark for mark, has in marks.items() if has)])
+    parts = [table(["families", "models and their parameters", "length", ""], rows, text=(0, 1, 3))]
+    heads = {"schedules": ["schedules by name", "the same in shares"]}
+    heads["presets"] = ["presets for relaylm train", "what to expect"]
+    parts += [table(head, list(found[key].items()), text=(0, 1)) for key, head in heads.items()]
     tools.show(args, "\n\n".join(parts))
     return found

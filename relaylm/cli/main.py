@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from relaylm import __version__
 from relaylm.cli.options import add_shared
-from relaylm.cli.tools import check_writable, note, write_text
+from relaylm.cli.tools import check_plot, check_writable, note, write_text
 from relaylm.errors import UserError, meant, reason
 from relaylm.files import expand
 
@@ -158,8 +158,9 @@ def main(argv: list[str] | None = None) -> int:
             hint = meant(argv[0], COMMANDS) or ";"
             raise UserError(f"there is no command {argv[0]!r}{hint} the commands are {', '.join(COMMANDS)}")
         args = apply_config(build_parser(argv[:1] if argv and argv[0] in COMMANDS else COMMANDS), argv)
-        if args.json is not None:
-            check_writable(args.json)
+        for name in ("json", "csv", "svg", "html", "markdown"):  # flags that name a file to be written
+            check_writable(getattr(args, name, None))
+        check_plot(getattr(args, "plot", None))
         result = args.run(args)
         if args.json is not None and os.environ.get("RANK", "0") == "0":
             config = {key: value for key, value in vars(args).items() if key not in ("run", "json", "config", "last")}

@@ -31,8 +31,8 @@ def run(args: argparse.Namespace) -> tools.Result:
     from relaylm.measure import pairs
     from relaylm.measure.estimate import announce_calls
     from relaylm.measure.likelihood import held_out, spread_rows
+    from relaylm.show.figures import plot_pairs
 
-    tools.check_plot(args.plot)
     family = tools.load_family(args)
     name, length = family.named(args.model or family.heavy), args.length or family.length
     if args.keep and (family.stored is None or name != family.roles()[1] or length != family.length):
@@ -52,8 +52,7 @@ def run(args: argparse.Namespace) -> tools.Result:
         family[name], rows, family.mask_id, seed=args.seed, device=family.device, name=name,
         source="samples" if args.samples else "text", progress=True,
     )  # fmt: skip
-    default = predicted.default_spacing(table, length)
-    chosen = {"as good as T = L": default}
+    chosen = {"as good as T = L": predicted.default_spacing(table, length)}
     if args.max_loss is not None:
         chosen[f"loss at most {args.max_loss:g}"] = predicted.smallest_spacing(table, length, args.max_loss)
     if args.calls is not None:
@@ -72,8 +71,5 @@ def run(args: argparse.Namespace) -> tools.Result:
     result = tools.with_provenance({**about, **result, "choices": found}, family, args)
     if args.keep and family.stored is not None:
         tools.note(f"kept: {pairs.keep_pairs(family.stored.folder, table)} is the family's default")
-    if args.plot is not None:
-        from relaylm.show.figures import plot_pairs
-
-        tools.draw_last(args, lambda: plot_pairs(result, args.plot))
+    tools.draw_last(args, plot_pairs, result)
     return result

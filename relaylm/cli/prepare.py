@@ -12,11 +12,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags."""
     add = parser.add_argument
     add("sources", nargs="+", help="texts (plain, .xz, .gz, .jsonl; hf:NAME is a dataset), then the folder to write")
-    add(
-        "--tokenizer",
-        default="bytes",
-        help="text8, bytes, bpe:SIZE (trained here), a tokenizers JSON file, or a family",
-    )
+    tokenizer = "text8, bytes, bpe:SIZE (trained here), a tokenizers JSON file, or a family"
+    add("--tokenizer", default="bytes", help=tokenizer)
     add("--packing", default="running", choices=("running", "wrap", "pad"), help="how rows are cut from documents")
     add("--length", type=positive, help="positions in a row, for wrap and pad")
     add("--holdout", type=float, default=0.02, help="share at the end that is never trained on")

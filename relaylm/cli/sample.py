@@ -27,47 +27,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags."""
     parser.usage = "%(prog)s [--prompt TEXT] [--schedule SCHEDULE] [-n N] [--watch] [OPTION ...]"
     group = parser.add_argument_group("what is written")
-    group.add_argument("--prompt", metavar="TEXT", help="text at the front, kept as it is (default: none)")
-    group.add_argument("--suffix", metavar="TEXT", help="text at the end, kept as it is (default: none)")
-    group.add_argument("--infill", metavar="TEXT", help="text with one _ for each position to be written")
-    group.add_argument("-n", "--n", type=positive, default=1, help="number of samples")
+    add = group.add_argument
+    add("--prompt", metavar="TEXT", help="text at the front, kept as it is (default: none)")
+    add("--suffix", metavar="TEXT", help="text at the end, kept as it is (default: none)")
+    add("--infill", metavar="TEXT", help="text with one _ for each position to be written")
+    add("-n", "--n", type=positive, default=1, help="number of samples")
     add_shared(group, "length")
-    group.add_argument(
-        "--max-new-tokens",
-        type=positive,
-        metavar="N",
-        help="so many after the prompt (default: up to the length)",
-    )
+    add("--max-new-tokens", type=positive, metavar="N", help="so many after the prompt (default: up to the length)")
     stride = "go on past the family's length, to --length, in windows that move by this (default: one window)"
-    group.add_argument("--stride", type=positive, help=stride)
-    group.add_argument("--stop", metavar="TEXT", help="cut each text at this string, after sampling (default: none)")
-    group.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    add("--stride", type=positive, help=stride)
+    add("--stop", metavar="TEXT", help="cut each text at this string, after sampling (default: none)")
+    add("--chat", action="store_true", help="put the prompt into the model's chat template")
     add_shared(group, "seed")
     group = parser.add_argument_group("who computes, and what one call writes")
+    add = group.add_argument
     add_shared(group, "family")
-    group.add_argument("--schedule", default="heavy", help=SCHEDULE_HELP)
+    add("--schedule", default="heavy", help=SCHEDULE_HELP)
     add_shared(group, "light heavy steps", steps="denoising steps, or inf (default: a spacing, else the length)")
     spacing = "a call writes positions so far apart, instead of steps: 16, or 16:prefix (default: the family's own)"
-    group.add_argument("--spacing", help=spacing)
-    group.add_argument("--spread", action="store_true", help="choose the spacing that makes about --steps calls")
-    rule = "decoding rule: ancestral, low-confidence, dream-entropy, threshold:0.9... (default: ancestral)"
-    group.add_argument("--rule", help=rule)
-    group.add_argument(
-        "--block-length",
-        type=positive,
-        metavar="N",
-        help="blocks of N positions, with some rules (default: one)",
-    )
-    group = parser.add_argument_group("how tokens are drawn (each of these changes the law of the samples)")
-    group.add_argument(
-        "--temperature", type=float, default=1.0, help="below 1: likelier tokens; 0, with a rule: the likeliest"
-    )
-    group.add_argument("--top-p", type=float, help="the nucleus of this probability (default: all tokens)")
-    group.add_argument("--top-k", type=positive, help="the k likeliest tokens (default: all tokens)")
-    group = parser.add_argument_group("what is shown")
-    group.add_argument("--watch", action="store_true", help="play the denoising slowly enough to follow")
-    group.add_argument("--svg", metavar="FILE", help="draw the first sample, in its writers' colours")
-    group.add_argument("--html", metavar="FILE", help="write a page that plays the denoising in a browser")
+    add("--spacing", help=spacing)
+    add("--spread", action="store_true", help="choose the spacing that makes about --steps calls")
+    add("--rule", help="decoding rule: ancestral, low-confidence, dream-entropy, threshold:0.9... (default: ancestral)")
+    add("--block-length", type=positive, metavar="N", help="blocks of N positions, with some rules (default: one)")
+    add = parser.add_argument_group("how tokens are drawn (each of these changes the law of the samples)").add_argument
+    add("--temperature", type=float, default=1.0, help="below 1: likelier tokens; 0, with a rule: the likeliest")
+    add("--top-p", type=float, help="the nucleus of this probability (default: all tokens)")
+    add("--top-k", type=positive, help="the k likeliest tokens (default: all tokens)")
+    add = parser.add_argument_group("what is shown").add_argument
+    add("--watch", action="store_true", help="play the denoising slowly enough to follow")
+    add("--svg", metavar="FILE", help="draw the first sample, in its writers' colours")
+    add("--html", metavar="FILE", help="write a page that plays the denoising in a browser")
     group = parser.add_argument_group("where it runs")
     add_shared(group, "device dtype batch-size cluster")
     parallel = "the same text in fewer rounds, W calls of a row at a time (default: one after the other)"
@@ -77,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tools.Result:
     """Sample, show the texts and write what was asked for."""
     from relaylm.core.schedule import Schedule
+    from relaylm.show.picture import svg
+    from relaylm.show.player import page
 
     typed = tools.read_schedule(args.schedule)
     schedule = Schedule.parse(typed)
@@ -107,18 +98,10 @@ def run(args: argparse.Namespace) -> tools.Result:
     if args.json != "-":
         show_samples(family, samples)
     by_time = samples.law.startswith("uniform") or (rule is not None and not rule.adaptive)  # else no timetable
-    if args.svg is not None:
-        from relaylm.show.picture import svg
-
-        timed = by_time and not math.isinf(samples.steps)
-        table = bound.timetable(int(samples.steps)) if timed else None
-        tools.write_last(args, args.svg, lambda: svg(family, samples, table))
-    if args.html is not None:
-        from relaylm.show.player import page
-
-        along = bound if by_time or samples.law.startswith("spaced") else None
-        shown = replace(samples, schedule=typed)
-        tools.write_last(args, args.html, lambda: page(family, shown, along, heavy))
+    table = bound.timetable(int(samples.steps)) if by_time and not math.isinf(samples.steps) else None
+    along = bound if by_time or samples.law.startswith("spaced") else None
+    tools.write_last(args, args.svg, lambda: svg(family, samples, table))
+    tools.write_last(args, args.html, lambda: page(family, replace(samples, schedule=typed), along, heavy))
     tools.note(cost_line(samples, typed, heavy, min(samples.tokens.shape[1], family.length)), prose=True)
     if args.prompt and args.prompt.endswith(" ") and splits_words(family.tokenizer, args.prompt):
         more = "the prompt ends with a space, but words of this tokenizer begin with one: better without it"
@@ -146,8 +129,6 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("--html plays one window, not the several of --stride")
     if args.chat and (args.family is None or args.prompt is None):
         raise UserError("--chat needs an instruction-tuned model (--family) and a message to it (--prompt)")
-    tools.check_writable(args.svg)
-    tools.check_writable(args.html)
 
 
 def draw(args: argparse.Namespace, family: Any, schedule: Any, options: dict[str, Any], shown: Any) -> Any:

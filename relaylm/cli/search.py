@@ -5,6 +5,7 @@ import shlex
 
 from relaylm.cli import tools
 from relaylm.cli.options import add_shared, at_least_2, natural, positive, seconds_type
+from relaylm.files import expand
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,15 +36,11 @@ def run(args: argparse.Namespace) -> tools.Result:
     from relaylm.search.search import search
     from relaylm.show.search import plot_search, render, to_csv
 
-    tools.check_plot(args.plot)
-    tools.check_writable(args.csv)
     prompts = tools.read_lines(args.prompts)
     family = tools.load_family(args)
-    text = None
+    text, rows = None, 256 if family.device.type == "cuda" else 64
     if args.text is not None or (args.method == "tune" and family.heldout is not None and family.tokenizer is not None):
-        text = tools.token_rows(
-            family, args.text, args.length or family.length, 256 if family.device.type == "cuda" else 64
-        )
+        text = tools.token_rows(family, args.text, args.length or family.length, rows)
     same = "budget max_loss light_segments segments n confirm rows steps length seed judge recipe quick time_limit"
     with tools.open_workers(family, args.cluster) as cluster:
         result = search(
@@ -58,11 +55,10 @@ def run(args: argparse.Namespace) -> tools.Result:
             **tools.chosen(args, f"{same} light heavy batch_size store fresh"),
         )
     tools.show(args, render(result))
-    if args.csv is not None:
-        tools.write_last(args, args.csv, lambda: to_csv(result))
-    if args.plot is not None:
-        tools.draw_last(args, lambda: plot_search(result, args.plot))
-    result["family"]["source"] = tools.family_source(args.family)
+    tools.write_last(args, args.csv, lambda: to_csv(result))
+    tools.draw_last(args, plot_search, result)
+    source = tools.default_family(args.family)  # as a later command finds it, from any folder
+    result["family"]["source"] = str(expand(source).resolve()) if expand(source).exists() else source
     if args.json not in (None, "-"):
         length = () if args.length is None else ("--length", str(args.length))
         tools.note(f"to use it: {shlex.join(('relaylm', 'sample', '--schedule', f'@{args.json}', *length))}")

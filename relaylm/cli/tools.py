@@ -92,15 +92,9 @@ def _remembered(schedule: str | None) -> str | None:
     """The family that a schedule was found for, where it is the @FILE that `relaylm search --json` wrote."""
     if schedule is None or not schedule.startswith("@") or not read_file(schedule[1:]).lstrip().startswith("{"):
         return None
-    family = read_object(Path(schedule[1:]).expanduser()).get("family")
+    family = read_object(expand(schedule[1:])).get("family")
     source = family.get("source") if isinstance(family, dict) else None
     return source if isinstance(source, str) else None
-
-
-def family_source(source: str | None) -> str:
-    """The family as a later command finds it, from any folder."""
-    name = default_family(source)
-    return str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else name
 
 
 def open_workers(family: Any, address: str | None) -> Any:
@@ -147,24 +141,22 @@ def check_plot(path: str | None) -> None:
     check_writable(path)
 
 
-def draw_last(args: argparse.Namespace, draw: Callable[[], Any]) -> None:
-    """Have a figure drawn once the command's result is written; `draw` returns the files."""
+def write_last(args: argparse.Namespace, path: str | None, make: Callable[[], str]) -> None:
+    """Have a page or a table written, if it is wanted, once the command's result is: one that fails loses no result."""
+    if path is not None:
+        args.last = [*getattr(args, "last", ()), lambda: write_text(path, make())]
+
+
+def draw_last(args: argparse.Namespace, draw: Callable[[Result, str], Any], result: Result) -> None:
+    """The same for the figures of --plot; `draw` returns their files."""
 
     def drawn() -> None:
-        files = draw()
-        for file in files if isinstance(files, list | tuple) else [files]:
+        files = draw(result, args.plot)
+        for file in files if isinstance(files, list) else [files]:
             note(f"written: {file}")
 
-    args.last = [*getattr(args, "last", ()), drawn]
-
-
-def write_last(args: argparse.Namespace, path: str, make: Callable[[], str]) -> None:
-    """Have a page or a table written once the command's result is: one that fails loses no result."""
-
-    def written() -> None:
-        write_text(path, make())
-
-    args.last = [*getattr(args, "last", ()), written]
+    if args.plot is not None:
+        args.last = [*getattr(args, "last", ()), drawn]
 
 
 def write_text(path: str, text: str) -> None:
@@ -178,11 +170,6 @@ def write_text(path: str, text: str) -> None:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {reason(error)}") from None
-
-
-def saved_note(heavy: str, length: int) -> str:
-    """What savings are counted against, in a sentence."""
-    return f"Saved: operations, against {heavy} alone in {length} steps."
 
 
 def show(args: argparse.Namespace, text: str) -> None:

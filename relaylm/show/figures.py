@@ -30,31 +30,28 @@ def plot_importance(result: Mapping[str, Any], path: str | Path) -> Path:
     drawn too, and a second row shows the curves less that of the twin."""
     pairs: Sequence[Mapping[str, Any]] = result["pairs"]
     relative = all(pair["kl_relative"] is not None for pair in pairs)
-    rows = [("", ""), ("_relative", " above that of two seeds")] if relative else [("", "")]
+    ends = {"": "", "_relative": "\nabove that of two seeds"} if relative else {"": ""}
     names = list(dict.fromkeys([*(pair["light"] for pair in pairs), *(pair["heavy"] for pair in pairs)]))
-    figure = new_figure(9.0, 3.6 * len(rows))
-    panels = figure.subplots(len(rows), 2, squeeze=False)
-    for row, (end, what) in zip(panels, rows, strict=True):
+    figure = new_figure(9.0, 3.6 * len(ends))
+    panels = figure.subplots(len(ends), 2, squeeze=False)
+    for row, (end, what) in zip(panels, ends.items(), strict=True):
         for axes, (name, label) in zip(row, (("abs_loss_diff", "|loss difference|"), ("kl", "KL(heavy || light)"))):
             for j, pair in enumerate(pairs):
                 title = f"{pair['light']} : {pair['heavy']}"
                 colour = colour_of(names.index(pair["light"]))  # the light model's own, where a light one comes once
                 _curve(axes, pair, name + end, colour, MARKERS[j % len(MARKERS)], title)
+                if not end and pair.get(f"{name}_light_base"):
+                    twin = f"two seeds of {pair['light']}"
+                    _curve(axes, pair, f"{name}_light_base", colour, "x", twin, linestyle="--")
             if relative and not end:
                 twin = f"two seeds of {pairs[0]['heavy']}"
                 _curve(axes, pairs[0], f"{name}_base", "0.35", "x", twin, linestyle="--")
-            for pair in pairs:
-                if not end and pair.get(f"{name}_light_base"):
-                    twin, colour = f"two seeds of {pair['light']}", colour_of(names.index(pair["light"]))
-                    _curve(axes, pair, f"{name}_light_base", colour, "x", twin, linestyle="--")
             axes.set_xlim(0, 1)
-            axes.axhline(0, color="0.6", linewidth=0.8)
-            finish(axes, "t   (0: text, 1: all masked)", f"{label}, nats\n{what.strip()}".strip(), legend=False)
+            finish(axes, "t   (0: text, 1: all masked)", f"{label}, nats{what}", legend=False, zero="0.6")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, title="light : heavy", fontsize=8)
-    name = result["family"]["name"] or "family"
-    figure.suptitle(f"{name}: disagreement on {result['states']}, {pairs[0]['n']} rows for each t", fontsize=10)
-    return save_figure(figure, path)
+    about = f"disagreement on {result['states']}, {pairs[0]['n']} rows for each t"
+    return save_figure(figure, path, f"{result['family']['name'] or 'family'}: {about}")
 
 
 def plot_pairs(result: Mapping[str, Any], path: str | Path) -> Path:
@@ -62,15 +59,14 @@ def plot_pairs(result: Mapping[str, Any], path: str | Path) -> Path:
     figure = new_figure(6.4, 4.0)
     axes = figure.subplots()
     for j, (share, nats, error) in enumerate(zip(result["shares"], result["nats"], result["error"], strict=True)):
-        low, high = (np.maximum(np.array(nats) + z * np.array(error), 1e-6) for z in (-1.96, 1.96))
-        look = {"color": COLOURS[j % len(COLOURS)], "marker": MARKERS[j % len(MARKERS)], "markersize": 3}
-        axes.plot(result["distances"], np.maximum(nats, 1e-6), label=f"{100 * share:g}% masked", linewidth=1, **look)
+        low, value, high = (np.maximum(np.array(nats) + z * np.array(error), 1e-6) for z in (-1.96, 0, 1.96))
+        label, look = f"{100 * share:g}% masked", nth(j)
+        axes.plot(result["distances"], value, label=label, linewidth=1, markersize=3, **look)
         axes.fill_between(result["distances"], low, high, color=look["color"], alpha=0.15, linewidth=0)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set(xscale="log", yscale="log")
     finish(axes, "distance, positions", "mutual information, nats")
-    figure.suptitle(f"{result['family']['name'] or 'family'}: {result['model']} on {result['source']}", fontsize=10)
-    return save_figure(figure, path)
+    about = f"{result['model']} on {result['source']}"
+    return save_figure(figure, path, f"{result['family']['name'] or 'family'}: {about}")
 
 
 def plot_front(result: Mapping[str, Any], path: str | Path) -> Path:
@@ -84,17 +80,13 @@ def plot_front(result: Mapping[str, Any], path: str | Path) -> Path:
         lines.setdefault(f"{name}, prefix" if rest.endswith("prefix") else name, []).append(plan)
     for j, (name, plans) in enumerate(lines.items()):
         plans.sort(key=lambda plan: plan["calls"])
-        x, y = [plan["calls"] for plan in plans], [plan["loss"] for plan in plans]
-        look = {"color": COLOURS[j % len(COLOURS)], "marker": MARKERS[j % len(MARKERS)], "markersize": 4}
-        ends = reach(y, [plan["loss_ci"] for plan in plans])
-        axes.errorbar(x, y, ends, label=name, linewidth=1, capsize=2, **look)
-    axes.axhline(0, color=BLACK, linewidth=0.5)
+        x, y, ci = ([plan[key] for plan in plans] for key in ("calls", "loss", "loss_ci"))
+        points(axes, x, y, ci, label=name, linewidth=1, markersize=4, capsize=2, **nth(j))
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=2)
-    finish(axes, "calls a row", "loss, nats x 100 a position")
+    finish(axes, "calls a row", "loss, nats x 100 a position", zero=BLACK)
     what = f"{result['family']['name']}: {result['model']} against T = {result['length']} uniform steps"
-    figure.suptitle(f"{what}, {result['rows']} rows", fontsize=10)
-    return save_figure(figure, path)
+    return save_figure(figure, path, f"{what}, {result['rows']} rows")
 
 
 def _curve(axes: Any, pair: Mapping[str, Any], name: str, colour: str, marker: str, label: str, **look: Any) -> None:
@@ -116,10 +108,9 @@ def plot_compare(result: Mapping[str, Any], path: str | Path) -> Path:
     for k, row in enumerate(rows):
         colour, marker, label = KINDS[row["kind"]]
         item = paired.get(row["schedule"], first)
-        ends = [item["difference"] if end is None else end for end in item["ci"]]
         look = {"fmt": marker, "color": colour, "capsize": 3, "label": None if label in seen else label}
-        look |= {"xerr": reach([item["difference"]], ends), "mfc": colour if item["p_holm"] < 0.05 else "white"}
-        left.errorbar([item["difference"]], [k], **look)
+        look |= {"xerr": reach(item["difference"], item["ci"]), "mfc": colour if item["p_holm"] < 0.05 else "white"}
+        left.errorbar(item["difference"], k, **look)
         right.barh(k, 100 * (row["flops_saved"] or 0), color=colour, height=0.55)
         seen.add(label)
     left.axvline(0, color="0.5", linewidth=0.8)
@@ -130,8 +121,7 @@ def plot_compare(result: Mapping[str, Any], path: str | Path) -> Path:
     finish(left, what, grid="x")
     finish(right, f"FLOPs saved, %\nto {result['heavy']}, {result['length']} steps", grid="x", legend=False)
     about = f"{result['n']} samples each, T = {result['steps']}, judge {result['judge']}"
-    figure.suptitle(f"{result['family']['name'] or 'family'}: {about}", fontsize=10)
-    return save_figure(figure, path)
+    return save_figure(figure, path, f"{result['family']['name'] or 'family'}: {about}")
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -143,25 +133,42 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def finish(axes: Any, x: str, y: str = "", grid: str = "both", legend: bool = True, **look: Any) -> None:
-    """Label the axes, lay a faint grid below what is drawn, and add a legend, with these settings."""
+def nth(k: int) -> dict[str, Any]:
+    """The look of the k-th of several curves."""
+    return {"color": COLOURS[k % len(COLOURS)], "marker": MARKERS[k % len(MARKERS)]}
+
+
+def points(axes: Any, x: Any, y: Any, ci: Any, **look: Any) -> None:
+    """Values with their intervals."""
+    axes.errorbar(x, y, yerr=reach(y, ci), **{"capsize": 3, **look})
+
+
+def reach(values: Any, ci: Any) -> np.ndarray:
+    """How far intervals reach below and above their values, as `errorbar` wants it; not at all where an end is None."""
+    return np.nan_to_num(np.abs(np.array(ci, dtype=float).reshape(-1, 2).T - np.array(values, dtype=float)))
+
+
+def finish(
+    axes: Any, x: str, y: str = "", grid: str = "both", legend: bool = True, zero: str = "", **look: Any
+) -> None:
+    """Label the axes, lay a faint grid below what is drawn, and add a legend, with these settings; a line at 0 in the
+    colour `zero`."""
     axes.set(xlabel=x, ylabel=y)
     axes.grid(axis=grid, alpha=0.25)
     axes.set_axisbelow(True)
+    if zero:
+        axes.axhline(0, color=zero, linewidth=0.8)
     if legend:
         axes.legend(**{"frameon": False, "fontsize": 8, **look})
 
 
-def reach(values: Any, ci: Any) -> np.ndarray:
-    """How far intervals reach below and above their values, as `errorbar` wants it."""
-    return np.abs(np.array(ci, dtype=float).reshape(-1, 2).T - np.array(values, dtype=float))
-
-
-def save_figure(figure: Any, path: str | Path) -> Path:
-    """Write a figure in the format that the name says."""
+def save_figure(figure: Any, path: str | Path, title: str = "") -> Path:
+    """Write a figure, with a title above all of it, in the format that the name says."""
     from matplotlib.text import Text
     from matplotlib.ticker import FixedFormatter, FuncFormatter
 
+    if title:
+        figure.suptitle(title, fontsize=10)
     for text in figure.findobj(Text):  # names and schedules may hold dollar signs, which are no mathematics
         text.set(parse_math=False, text=printable(text.get_text()))
     for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):

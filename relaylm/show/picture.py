@@ -14,20 +14,21 @@ if TYPE_CHECKING:
     from relaylm.sampling.result import Samples
 
 WIDE, HIGH, MARGIN = 10.2, 24, 20  # of a character, of a line, around everything; pixels
+COLUMNS = 72  # characters in a line of text
 _FONT = "font-family='ui-monospace, SFMono-Regular, Menlo, Consolas, monospace'"
 _LABEL = "fill='#444444' font-size='13'"
 
 
-def svg(family: Family, samples: Samples, timetable: Timetable | None = None, row: int = 0, columns: int = 72) -> str:
-    """One sample as an SVG that needs no other file, `columns` characters in a line of text."""
-    pieces = [on_a_line(piece) for piece in row_pieces(family, samples.tokens[row])]
-    owner = [rank for piece, rank in zip(pieces, writers_of(family, samples, row), strict=True) for _ in piece]
+def svg(family: Family, samples: Samples, timetable: Timetable | None = None) -> str:
+    """The first sample as an SVG that needs no other file."""
+    pieces = [on_a_line(piece) for piece in row_pieces(family, samples.tokens[0])]
+    owner = [rank for piece, rank in zip(pieces, writers_of(family, samples, 0), strict=True) for _ in piece]
     text = "".join(pieces)
-    width = columns * WIDE + 2 * MARGIN
+    width = COLUMNS * WIDE + 2 * MARGIN
     body, y = [], MARGIN + 16
-    for start in range(0, len(text), columns):
+    for start in range(0, len(text), COLUMNS):
         x = float(MARGIN)
-        for part, rank in runs_of(text[start : start + columns], owner[start : start + columns]):
+        for part, rank in runs_of(text[start : start + COLUMNS], owner[start : start + COLUMNS]):
             long = len(part) * WIDE
             body.append(
                 f"<text x='{x:.1f}' y='{y}' fill='{colour_of(rank)}' textLength='{long:.1f}' "
@@ -67,24 +68,22 @@ def _strip(family: Family, timetable: Timetable, y: int, width: float) -> list[s
 
 def samples_html(samples: Samples, family: Family | None, rows: int) -> str:
     """The first rows as HTML, a legend and a line of cost. All text is escaped."""
-    parts = [_html_row(samples, family, row) for row in range(min(rows, len(samples.tokens)))]
-    if len(samples.tokens) > rows:
-        parts.append(f"<p>and {len(samples.tokens) - rows} more</p>")
-    return f'<div class="relaylm-samples">{"".join(parts)}{_html_legend(samples, family)}</div>'
 
+    def coloured(text: str, rank: int) -> str:
+        return f'<span style="color:{colour_of(rank)}">{escape(text)}</span>'
 
-def _html_row(samples: Samples, family: Family | None, row: int) -> str:
-    if family is None:
-        text = samples.texts[row] if samples.texts else " ".join(map(str, samples.tokens[row]))
-        return f'<p style="white-space:pre-wrap">{escape(text)}</p>'
-    runs = runs_of(row_pieces(family, samples.tokens[row]), writers_of(family, samples, row))
-    spans = (f'<span style="color:{colour_of(rank)}">{escape(text)}</span>' for text, rank in runs)
-    return f'<p style="white-space:pre-wrap">{"".join(spans)}</p>'
-
-
-def _html_legend(samples: Samples, family: Family | None) -> str:
-    names = [] if family is None else [(name, rank) for rank, name in enumerate(family.names)]
-    names = [pair for pair in names if samples.cost.calls.get(pair[0])]
-    names += [("given", GIVEN)] if family is not None and (samples.trace.model_nL < 0).any() else []
-    marks = (f'<span style="color:{colour_of(rank)}">■ {escape(name)}</span>' for name, rank in names)
-    return f"<p><small>{' '.join(marks)} {escape(samples.summary())}</small></p>"
+    texts, legend = [], []
+    for row in range(min(rows, len(samples.tokens))):
+        if family is None:
+            texts.append(escape(samples.texts[row] if samples.texts else " ".join(map(str, samples.tokens[row]))))
+        else:
+            runs = runs_of(row_pieces(family, samples.tokens[row]), writers_of(family, samples, row))
+            texts.append("".join(coloured(*run) for run in runs))
+    if family is not None:
+        names = {name: rank for rank, name in enumerate(family.names) if samples.cost.calls.get(name)}
+        names |= {"given": GIVEN} if (samples.trace.model_nL < 0).any() else {}
+        legend = [coloured(f"■ {name}", rank) for name, rank in names.items()]
+    parts = [f'<p style="white-space:pre-wrap">{text}</p>' for text in texts]
+    parts += [f"<p>and {len(samples.tokens) - rows} more</p>"] if len(samples.tokens) > rows else []
+    parts.append(f"<p><small>{' '.join(legend)} {escape(samples.summary())}</small></p>")
+    return f'<div class="relaylm-samples">{"".join(parts)}</div>'

@@ -16,8 +16,8 @@ import numpy as np
 from relaylm.console import table, terminal_width, wrapped
 from relaylm.core.notation import brief
 from relaylm.core.schedule import Schedule
-from relaylm.show.colours import BLACK, BLUE, COLOURS, GREEN, MARKERS, PINK, RED, colour_of
-from relaylm.show.figures import finish, new_figure, reach, save_figure
+from relaylm.show.colours import BLACK, BLUE, GREEN, MARKERS, PINK, RED, colour_of
+from relaylm.show.figures import finish, new_figure, nth, points, save_figure
 from relaylm.show.player import strip
 
 LOOKS = {  # of kinds of candidates
@@ -38,7 +38,9 @@ def render(result: Mapping[str, Any], width: int | None = None) -> str:
         parts += _exhaustive(result, width)
     elif result["method"] == "evolve":
         head = ["generation", "measured", "best", "its loss", "mean loss"]
-        parts.append(table(head, [_generation(item) for item in result["history"]], width, text=(2,)))
+        forms = ("{generation}", "{measured}", "{best}", "{best_loss:+.4f}", "{mean_loss:+.4f}")
+        rows = [[form.format(**item) for form in forms] for item in result["history"]]
+        parts.append(table(head, rows, width, text=(2,)))
     elif result.get("bounds"):
         head = ["", "by the bound", "masked to text", "what", "saved", "bits a token", "nats to heavy", "95%"]
         rows = [_candidate(result, row, f"{row['bits']:.4f}")[:8] for row in result["bounds"][:15]]
@@ -92,33 +94,17 @@ def _interval(ci: Sequence[float | None], form: str) -> str:
 
 def _candidate(result: Mapping[str, Any], row: Mapping[str, Any], score: str, star: bool = False) -> list[str]:
     """A line of candidates; > marks the recommended one, a star a difference to all-heavy that is not chance."""
-    against = row["against_heavy"]
+    against, to_best = row["against_heavy"], row.get("against_recommended") or {}
     mark = ">" if row.get("recommended") or row["schedule"] == result["schedule"] else ""
-    difference = f"{against['difference']:+.4f}{'*' if star and against['differs'] else ''}"
-    what = row.get("what") or row.get("name", "")
-    schedule, ci = row["schedule"], _interval(against["ci"], "+.4f")
-    strip = drawn(Schedule.parse(schedule), result["models"])
-    to_best = row.get("against_recommended") or {}
+    picture = drawn(Schedule.parse(row["schedule"]), result["models"])
+    about = [mark, short(row["schedule"]), picture, row.get("what") or row.get("name", ""), f"{row['saved']:.1%}"]
+    loss = [
+        f"{against['difference']:+.4f}{'*' if star and against['differs'] else ''}",
+        _interval(against["ci"], "+.4f"),
+    ]
     best = f"{to_best['difference']:+.4f}{'*' if to_best['differs'] else ''}" if to_best and not mark else ""
     needed = to_best.get("samples_needed") if best else None
-    saved = f"{row['saved']:.1%}"
-    return [
-        mark,
-        short(schedule),
-        strip,
-        what,
-        saved,
-        score,
-        difference,
-        ci,
-        best,
-        "" if needed is None else f"{needed:,}",
-    ]
-
-
-def _generation(item: Mapping[str, Any]) -> list[str]:
-    losses = [f"{item[key]:+.4f}" for key in ("best_loss", "mean_loss")]
-    return [str(item["generation"]), str(item["measured"]), item["best"], *losses]
+    return [*about, score, *loss, best, "" if needed is None else f"{needed:,}"]
 
 
 def _goal(goal: Mapping[str, Any]) -> list[str]:
@@ -168,12 +154,10 @@ def _model_notes(result: Mapping[str, Any]) -> list[str]:
             f"{model['held_out_rms']:.4f} (noise alone: {model['held_out_noise_rms']:.4f}; they differ by "
             f"{model['held_out_spread_of_measured']:.4f})"
         )
-    if "race" in stages:
-        race = stages["race"]
-        lines.append(
-            f"{len(race['contenders'])} raced over {race['rows']} rows; {len(race['dropped'])} were dropped as worse, "
-            f"{len(race['left'])} were left"
-        )
+    if race := stages.get("race"):
+        dropped, left = len(race["dropped"]), len(race["left"])
+        raced = f"{len(race['contenders'])} raced over {race['rows']} rows"
+        lines.append(f"{raced}; {dropped} were dropped as worse, {left} were left")
     return lines
 
 
@@ -190,18 +174,18 @@ def _footer(result: Mapping[str, Any]) -> list[str]:
 
 def to_csv(result: Mapping[str, Any]) -> str:
     """All schedules that were measured (of an exhaustive search), or the candidates and rivals, one in a line."""
-    rows = result.get("schedules") or result["confirmed"] or result.get("bounds") or []
-    possible = ("name", "what", "kind", "schedule", "steps", "price", "saved", "rows", "ppl", "log_ppl", "bits")
-    names = [name for name in (*possible, "recommended", "on_front") if any(name in row for row in rows)]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    paired = any("against_heavy" in row for row in rows)
-    writer.writerow([*names, *(("against_heavy", "low", "high") if paired else ())])
-    for row in rows:
+    rows = []
+    for row in result.get("schedules") or result["confirmed"] or result.get("bounds") or []:
         against = row.get("against_heavy", {"difference": "", "ci": ["", ""]})
-        writer.writerow(
-            [*(row.get(name, "") for name in names), *((against["difference"], *against["ci"]) if paired else ())]
-        )
+        low, high = against["ci"]
+        rows.append({**row, "against_heavy": against["difference"], "low": low, "high": high})
+    possible = [*("name", "what", "kind", "schedule", "steps", "price", "saved", "rows", "ppl", "log_ppl", "bits")]
+    possible += ["recommended", "on_front", "against_heavy", "low", "high"]
+    names = [name for name in possible if any(row.get(name, "") != "" for row in rows)]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, names, restval="", extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return out.getvalue()
 
 
@@ -212,11 +196,10 @@ ABOVE: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1)}  # of a
 
 def plot_search(result: Mapping[str, Any], path: str | Path) -> Path:
     """A figure in the format that the file's name says (.png, .svg, .pdf)."""
-    name = result["family"]["name"] or "family"
-    by = f"judge {result['judge']}" if result["judge"] else "likelihood bounds"
+    about = f"T = {result['steps']}, " + (f"judge {result['judge']}" if result["judge"] else "likelihood bounds")
     if result["method"] == "exhaustive":
         figure = new_figure(11.0, 6.4)
-        panels = figure.subplots(2, 2, height_ratios=[1, 1])
+        panels = figure.subplots(2, 2)
         _plot_map(panels[0, 0], result, "top", "best five")
         _plot_map(panels[0, 1], result, "bottom", "worst five")
         _plot_frequency(panels[1, 0], result)
@@ -234,14 +217,7 @@ def plot_search(result: Mapping[str, Any], path: str | Path) -> Path:
     else:
         figure = new_figure(7.5, 4.8)
         _plot_candidates(figure.subplots(1, 1), result)
-    figure.suptitle(f"{name}: {result['method']}, T = {result['steps']}, {by}", fontsize=10)
-    return save_figure(figure, path)
-
-
-def _points(axes: Any, x: Any, y: Any, ends: Any, k: int, **look: Any) -> None:
-    """Values with their intervals, in the k-th colour and marker."""
-    look = {"fmt": MARKERS[k % len(MARKERS)], "color": COLOURS[k % len(COLOURS)], "capsize": 3, **look}
-    axes.errorbar(x, y, yerr=reach(y, ends), **look)
+    return save_figure(figure, path, f"{result['family']['name'] or 'family'}: {result['method']}, {about}")
 
 
 def _plot_map(axes: Any, result: Mapping[str, Any], which: str, title: str) -> None:
@@ -276,18 +252,16 @@ def _plot_frequency(axes: Any, result: Mapping[str, Any]) -> None:
 def _plot_influence(axes: Any, result: Mapping[str, Any]) -> None:
     for k, (model, influence) in enumerate(result["influence"].items()):
         x = np.arange(len(influence)) + 0.12 * (k - (len(result["influence"]) - 1) / 2)
-        look = {"color": colour_of(result["models"].index(model)), "label": model}
-        _points(axes, x, np.array(influence, dtype=float), result["influence_ci"][model], k, **look)
-    axes.axhline(0, color="0.5", linewidth=0.8)
+        look = {"color": colour_of(result["models"].index(model)), "fmt": MARKERS[k % len(MARKERS)], "label": model}
+        points(axes, x, np.array(influence, dtype=float), result["influence_ci"][model], **look)
     axes.set_xticks(range(result["segments"]))
     y = "influence on perplexity, 95%\n(above 0: light does harm there)"
-    finish(axes, "segment   (0: all masked)", y, "y", ncols=4, **ABOVE)
+    finish(axes, "segment   (0: all masked)", y, "y", zero="0.5", ncols=4, **ABOVE)
 
 
 def _plot_generations(axes: Any, history: Sequence[Mapping[str, Any]]) -> None:
     for k, (key, label) in enumerate((("best_loss", "best"), ("mean_loss", "mean of the population"))):
-        x, y = [h["generation"] for h in history], [h[key] for h in history]
-        axes.plot(x, y, color=COLOURS[k], marker=MARKERS[k], label=label)
+        axes.plot([h["generation"] for h in history], [h[key] for h in history], label=label, **nth(k))
     finish(axes, "generation", "loss to all-heavy, log-perplexity")
 
 
@@ -297,13 +271,13 @@ def _plot_ablations(axes: Any, result: Mapping[str, Any]) -> None:
     for k, (model, density) in enumerate(options):
         chosen = [item for item in singles if (item["model"], item["density"]) == (model, density)]
         x = np.array([item["segment"] for item in chosen]) + 0.7 * ((k + 0.5) / len(options) - 0.5)
+        y, ci = ([item[key] for item in chosen] for key in ("loss", "ci"))
         label = model if density == "1" else f"{model}, {density} of the steps"
-        look: dict[str, Any] = {"markersize": 4, "capsize": 2, "label": label}
-        _points(axes, x, np.array([item["loss"] for item in chosen]), [item["ci"] for item in chosen], k, **look)
-    axes.axhline(0, color="0.5", linewidth=0.8)
+        points(axes, x, y, ci, linestyle="", markersize=4, capsize=2, label=label, **nth(k))
     axes.set_xticks(range(result["segments"]))
+    above: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "ncols": 4}
     x_label = "segment that is changed in all-heavy   (0: all masked)"
-    finish(axes, x_label, "loss, log-perplexity, 95%", "y", loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
+    finish(axes, x_label, "loss, log-perplexity, 95%", "y", zero="0.5", **above)
 
 
 def _plot_candidates(axes: Any, result: Mapping[str, Any]) -> None:
@@ -316,16 +290,13 @@ def _plot_candidates(axes: Any, result: Mapping[str, Any]) -> None:
     kinds = ["sandwich" if "sandwich" in (row.get("what"), row.get("name")) else str(row["kind"]) for row in rows]
     for kind, (colour, marker, label) in LOOKS.items():
         if chosen := [row for row, its in zip(rows, kinds, strict=True) if its == kind]:
-            x, y = place(chosen)
             ci = [row["against_heavy"]["ci"] for row in chosen]
-            ends = [c if c[0] is not None else (v, v) for c, v in zip(ci, y, strict=True)]
-            _points(axes, x, y, ends, 0, fmt=marker, color=colour, markersize=5, label=label)
+            points(axes, *place(chosen), ci, fmt=marker, color=colour, markersize=5, label=label)
     front = sorted([row for row in rows if row.get("on_front")], key=lambda row: row["saved"])
     axes.step(*place(front), where="pre", color="0.55", linewidth=1, zorder=0)
     best = [row for row in rows if row.get("recommended") or row["schedule"] == result["schedule"]]
     axes.scatter(*place(best), s=170, facecolors="none", edgecolors=BLACK, label="recommended", zorder=3)
     if result.get("max_loss") is not None:
         axes.axhline(result["max_loss"], color=PINK, linestyle="--", linewidth=1, label="allowed")
-    axes.axhline(0, color="0.5", linewidth=0.8)
     what = "log-perplexity" if result["confirmed"] else "nats a token by the bound"
-    finish(axes, f"{result['unit']} saved against all-heavy, %", f"loss to all-heavy, {what}, 95%")
+    finish(axes, f"{result['unit']} saved against all-heavy, %", f"loss to all-heavy, {what}, 95%", zero="0.5")

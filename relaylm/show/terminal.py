@@ -1,5 +1,5 @@
 """What a terminal or a notebook shows: text in the colours of the models that wrote it, a denoising as it happens,
-samples side by side. rich draws; it is imported when something is shown.
+samples side by side. rich draws, so this module is imported when something is shown.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
+from rich.box import MINIMAL
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from relaylm.console import terminal_width
 from relaylm.errors import printable
@@ -19,25 +24,16 @@ from relaylm.models.tokenizer import BLANK
 from relaylm.show.colours import GIVEN, MASKED, colour_of, on_a_line, pieces_of, row_pieces, runs_of, writers_of
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from relaylm.models.family import Family
     from relaylm.sampling.result import Event, Samples
 
 WIDEST_FRAME = 100  # characters in a line of a denoising
 CHARACTERS = 300  # the largest vocabulary of single characters or bytes
-PIECE, SPREAD = (
-    3.9,
-    1.3 * 2.4,
-)  # characters of a word piece: mean, and 1.3 standard deviations (held-out text of wiki-bpe)
+PIECE, SPREAD = 3.9, 1.3 * 2.4  # of a word piece's characters: mean, 1.3 standard deviations (held-out text, wiki-bpe)
 
 
 def console_for(stream: TextIO) -> Console:
     """A console on a stream, with colours where they are seen; it follows NO_COLOR and FORCE_COLOR."""
-    from rich.console import Console
-
     return Console(file=stream, width=terminal_width(), highlight=False)
 
 
@@ -48,8 +44,6 @@ def has_colours(console: Console) -> bool:
 
 def painted(pieces: Sequence[str], ranks: Sequence[int]) -> Text:
     """Pieces in the colours of the models that wrote them. Long words are broken, so every line fits."""
-    from rich.text import Text
-
     runs = runs_of(pieces, ranks)
     return Text.assemble(*((text, colour_of(rank)) for text, rank in runs), overflow="fold")
 
@@ -61,24 +55,17 @@ def coloured(family: Family, samples: Samples, row: int) -> Text:
 
 def legend(family: Family, models: Sequence[str], given: bool = True) -> Text:
     """The names of models, each in its colour."""
-    from rich.text import Text
-
     names = [(f"■ {name}  ", colour_of(rank)) for rank, name in enumerate(family.names) if name in models]
     return Text.assemble("written by ", *names, *([("■ given", colour_of(GIVEN))] if given else []))
 
 
-def side_by_side(family: Family, columns: Sequence[tuple[str, Samples]], row: int = 0) -> Table:
-    """The same row under several schedules, in columns of equal width."""
-    from rich.box import MINIMAL
-    from rich.table import Table
-    from rich.text import Text
-
+def side_by_side(family: Family, columns: Sequence[tuple[str, Samples]]) -> Table:
+    """The first row under several schedules, in columns of equal width."""
     table = Table(box=MINIMAL, show_edge=False, expand=True, header_style="", pad_edge=False)
     for title, _ in columns:
         table.add_column(Text(printable(title)), ratio=1)
-    pieces = [[on_a_line(piece) for piece in row_pieces(family, samples.tokens[row])] for _, samples in columns]
-    writers = [writers_of(family, samples, row) for _, samples in columns]
-    table.add_row(*map(painted, pieces, writers))
+    pieces = [[on_a_line(piece) for piece in row_pieces(family, samples.tokens[0])] for _, samples in columns]
+    table.add_row(*map(painted, pieces, (writers_of(family, samples, 0) for _, samples in columns)))
     return table
 
 
@@ -96,9 +83,8 @@ class Draft:
     def __init__(self, family: Family, given_L: np.ndarray) -> None:
         self.family, self.model = family, ""  # the model of the last call
         self.ranks = np.where(given_L < 0, MASKED, GIVEN)
-        self.blank = (
-            BLANK if family.vocab_size <= CHARACTERS else 3 * BLANK + " "
-        )  # about as long as what takes its place
+        # About as long as what takes its place.
+        self.blank = BLANK if family.vocab_size <= CHARACTERS else 3 * BLANK + " "
         self.pieces = [self.blank] * len(given_L)
         self._put([k for k, token in enumerate(given_L) if token >= 0], given_L[given_L >= 0])
         self.total = int((given_L < 0).sum())
@@ -123,8 +109,6 @@ class Draft:
 
     def picture(self, width: int) -> Text:
         """The row in lines of a fixed number of positions."""
-        from rich.text import Text
-
         each, ranks = positions_in_line(self.family, width), self.ranks.tolist()
         starts = range(0, len(ranks), each)
         text = Text("\n").join(painted(self.pieces[k : k + each], ranks[k : k + each]) for k in starts)
@@ -133,7 +117,7 @@ class Draft:
 
 
 class Watch:
-    """Plays the denoising of a row in a `with` block, under one schedule or, with `titles`, under several side by side.
+    """Plays the denoising of row 0 in a `with` block, under one schedule or, with `titles`, under several side by side.
     It is the callback of the first schedule; `follow(k)` is that of the k-th. Playing takes `pace` seconds at least. A
     terminal or a notebook shows it in one place and clears it at the end; elsewhere a frame is printed now and then."""
 
@@ -143,18 +127,15 @@ class Watch:
         given_L: np.ndarray,
         models: Sequence[str],
         stream: TextIO = sys.stdout,
-        row: int = 0,
         pace: float = 4.0,
         titles: Sequence[str] = ("",),
     ) -> None:
-        self.family, self.models, self.row, self.pace, self.titles = family, models, row, pace, titles
+        self.family, self.models, self.pace, self.titles = family, models, pace, titles
         self.drafts = [Draft(family, given_L) for _ in titles]
         self.given = bool((given_L >= 0).any())
         self.console = console_for(stream)
-        self.live: Any = None  # rich's, where the display can be drawn over
+        self.live: Live | None = None  # where the display can be drawn over
         if self.console.is_jupyter or (stream.isatty() and not self.console.is_dumb_terminal):
-            from rich.live import Live
-
             self.live = Live(console=self.console, auto_refresh=False, redirect_stdout=False, transient=True)
         self.began, self.drawn = time.monotonic(), 0.0
         self.seconds = 0.0  # spent here, waiting and drawing: no part of what sampling took
@@ -178,7 +159,7 @@ class Watch:
         return partial(self._show, k)
 
     def _show(self, k: int, event: Event) -> None:
-        if event.row != self.row:
+        if event.row != 0:
             return
         came = time.perf_counter()
         self.drafts[k].add(event)
@@ -191,18 +172,13 @@ class Watch:
         self.seconds += time.perf_counter() - came
 
     def _draw(self, state: str) -> None:
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
         rule = 3  # characters between columns
         width = min(self.console.width, WIDEST_FRAME * len(self.drafts))
         each = (width - rule * (len(self.drafts) - 1)) // len(self.drafts)
         columns = Table.grid(padding=(0, rule, 0, 0), pad_edge=False)
         for _ in self.drafts:
             columns.add_column(width=each, no_wrap=True)
-        heads = [self._head(draft, title) for draft, title in zip(self.drafts, self.titles, strict=True)]
-        columns.add_row(*heads)
+        columns.add_row(*map(self._head, self.drafts, self.titles))
         columns.add_row(*(draft.picture(each) for draft in self.drafts))
         names = legend(self.family, self.models, self.given)
         frame = Group(Text.assemble(names, f"   {state}", no_wrap=True, overflow="ellipsis"), "", columns)
@@ -213,8 +189,6 @@ class Watch:
         self.drawn = time.monotonic()
 
     def _head(self, draft: Draft, title: str) -> Text:
-        from rich.text import Text
-
         ranks = {name: rank for rank, name in enumerate(self.family.names)}
         runs = (f"{draft.model} runs, ", colour_of(ranks.get(draft.model, MASKED))) if draft.model else ""
         about = Text.assemble(f"{title}\n" if title else "", runs, f"{draft.written}/{draft.total} written")

@@ -20,7 +20,7 @@ from relaylm.models.family import Family
 from relaylm.models.tokenizer import Text8Tokenizer
 from relaylm.sampling.sample import sample
 from relaylm.studies.compose import view as compose_view
-from relaylm.studies.compose.compose import _combine, answer, cells, combinations, compose, kind_of, pareto
+from relaylm.studies.compose.compose import Measured, answer, cells, combinations, combined, compose, kind_of, pareto
 
 ROOT = Path(__file__).parents[2]
 RULES = ["ancestral", "low-confidence:4", "threshold:0.5", "threshold:0.05", "ancestral@0.8"]
@@ -119,8 +119,8 @@ def test_words_for_losses_that_overlap_compound_or_add() -> None:
     base = [np.zeros(400), np.full(400, 0.5), np.full(400, 0.3)]
 
     def item(both: float) -> dict[str, Any]:
-        per_row = [{"log_ppl": x + rng.normal(0, 0.01, 400), "entropy": x} for x in [*base, np.full(400, both)]]
-        return _combine(rows, per_row, 0, 1, 2, 3)
+        per_row = [(x + rng.normal(0, 0.01, 400), x) for x in [*base, np.full(400, both)]]
+        return combined(*(Measured(row, *each) for row, each in zip(rows, per_row, strict=True)))
 
     for both, kind in ((0.6, "overlap"), (0.8, "add"), (1.0, "compound")):
         found = item(both)
@@ -216,12 +216,11 @@ def test_what_the_store_has_is_shown_without_sampling(
 def test_a_combination_needs_its_four_cells(family: Family, result: dict[str, Any]) -> None:
     grid = cells(family, ["ancestral"], (3, 12), None, "1b", "3b")
     rows = [row for row in result["rows"] if row["line"] == "ancestral"]
-    per_row = [{"log_ppl": np.arange(10.0), "entropy": np.arange(10.0)} for _ in grid]
     assert [(cell.dial, cell.label) for cell in grid] == [(row["dial"], row["schedule"]) for row in rows]
 
     def without(*gone: tuple[str, str]) -> list[tuple[str, str]]:
-        kept = [k for k, cell in enumerate(grid) if (cell.dial, cell.label) not in gone]
-        found = combinations([grid[k] for k in kept], [rows[k] for k in kept], [per_row[k] for k in kept], "3b")
+        kept = [row for row in rows if (row["dial"], row["schedule"]) not in gone]
+        found = combinations([Measured(row, np.arange(10.0), np.arange(10.0)) for row in kept], "3b")
         return [(item["dial"], item["schedule"]) for item in found]
 
     whole = [("T=3", name) for name in ("sandwich:25%", "sandwich:50%", "2b", "light")]

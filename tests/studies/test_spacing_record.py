@@ -13,7 +13,7 @@ from relaylm.core.schedule import Spacing
 from relaylm.measure.likelihood import held_out
 from relaylm.models.family import Family
 from relaylm.show.figures import plot_front
-from relaylm.studies.record import spacing
+from relaylm.studies.record import common, spacing
 
 
 def test_plans_by_name() -> None:
@@ -43,7 +43,7 @@ def test_a_record_is_continued_and_drawn(tmp_path: Path, monkeypatch: pytest.Mon
         return dict(json.loads(path.read_text()))
 
     monkeypatch.setattr(spacing.Family, "load", short)
-    monkeypatch.setattr(spacing, "held_out", lambda family: text)
+    monkeypatch.setattr(common, "held_out", lambda family: text)
     first, again = (run(tmp_path / "a.json", rows) for rows in (1, 2))
     assert first["rows"] == 1 and again["rows"] == 2
     both = run(tmp_path / "b.json", 2)

@@ -31,7 +31,7 @@ from relaylm.measure.estimate import say
 from relaylm.measure.provenance import how_made
 from relaylm.studies.bench import engine_parts, reference_parts, spaced_parts
 from relaylm.studies.bench.autoregressive import rival
-from relaylm.studies.bench.job import Job, Request
+from relaylm.studies.bench.job import Job
 from relaylm.studies.bench.published import Side, best_batch, dtype_of, free_memory
 
 PARTS = (
@@ -83,21 +83,20 @@ def bench(progress: bool = True, parts: Sequence[str] | None = None, **sizes: An
     """Measure everything and return it, ready for JSON; `render` makes a table of it.
 
     `parts` names those of PARTS to measure besides the main one, reference against engine; None is all of them. The
-    other arguments are the fields of `Request`."""
+    other arguments are those of `Job.of`."""
     began = time.perf_counter()
     wanted = set(PARTS if parts is None else parts)
     if unknown := sorted(wanted - set(PARTS)):
         raise UserError(f"bench has no part {unknown[0]!r}; the parts are {', '.join(PARTS)}")
-    request = Request(**sizes)
-    job = Job.of(request)
+    job = Job.of(**sizes)
     with progress_bar("bench", 15, "part", progress) as bar:
         run = Runner(wanted, job.device, progress, bar)
-        found = _measured(job, run, request.quick)
+        found = _measured(job, run)
     return {
         "device": str(job.device),
         **dict.fromkeys(FIGURES),
         **found,
-        "settings": _settings(job, request, wanted),
+        "settings": _settings(job, wanted),
         "seed": job.seed,
         **how_made(job.device),
         "errors": run.errors,
@@ -105,7 +104,7 @@ def bench(progress: bool = True, parts: Sequence[str] | None = None, **sizes: An
     }
 
 
-def _measured(job: Job, run: Runner, quick: bool) -> dict[str, Any]:
+def _measured(job: Job, run: Runner) -> dict[str, Any]:
     """Every part in turn."""
 
     def sweep(side: Side) -> dict[str, Any]:
@@ -122,19 +121,13 @@ def _measured(job: Job, run: Runner, quick: bool) -> dict[str, Any]:
         over = {f"speedup_over_{kind}": ms / engine_ms} if engine_ms else {}
         return {f"reference_{kind}_ms_per_row_step": ms, f"reference_{kind}_batch": batch, **over}
 
-    def kl_of(kl: dict[str, float]) -> dict[str, Any]:
-        return {"kl": kl, "kl_to_fp32": kl["mean"]}
-
     sides = {"heavy": job.heavy, "light": job.light}
     sweeps = {}
     for name, side in sides.items():
         sweeps[name] = run(f"batch of the reference, {name}", lambda s=side: sweep(s))  # type: ignore[misc]
         if name == "heavy" and run.progress and sweeps[name]:
-            say(
-                "the rest of the benchmark",
-                _seconds(job, run.wanted, sweeps[name]),
-                "--quick and --parts make it shorter",
-            )
+            seconds = _seconds(job, run.wanted, sweeps[name])
+            say("the rest of the benchmark", seconds, "--quick and --parts make it shorter")
     best = {name: found.get("best", 1) for name, found in sweeps.items()}
     run("warm-up of the engine", warm_up)
     found = run("reference and engine", lambda: reference_parts.against_reference(job, best))
@@ -155,8 +148,10 @@ def _measured(job: Job, run: Runner, quick: bool) -> dict[str, Any]:
     found |= run("memory", lambda: ours.memory(job, 32), "memory")
     found |= run("breakdown", lambda: ours.breakdowns(job, found["engine_runs"]), "breakdown")
     if drawn is not None:
-        found |= run("KL", lambda: kl_of(ours.kl_to_fp32(job.heavy, drawn, 16 if quick else 128, job.seed)), "kl")
-    causal = lambda: rival(size, batches[:2] if quick else batches, job.length, job.device, job.seed)  # noqa: E731
+        states = 16 if job.quick else 128
+        found |= run("KL", lambda: {"kl": ours.kl_to_fp32(job.heavy, drawn, states, job.seed)}, "kl")
+        found |= {"kl_to_fp32": found["kl"]["mean"]} if "kl" in found else {}
+    causal = lambda: rival(size, batches[:2] if job.quick else batches, job.length, job.device, job.seed)  # noqa: E731
     found |= run("autoregressive rival", lambda: {"ar_tokens_per_s": causal()}, "rival")
     found |= run("growth", lambda: {"growth": ours.growth(job)}, "growth")
     rate, alone = found.get("matmul_tflops"), (sweeps["heavy"].get("ms_per_row_step") or {}).get("1")
@@ -180,7 +175,7 @@ def _seconds(job: Job, wanted: set[str], sweep: dict[str, Any]) -> float:
     return 2e-3 * each[str(batch)] * steps + effort.share_seconds * ("shares" in wanted)
 
 
-def _settings(job: Job, request: Request, wanted: set[str]) -> dict[str, Any]:
+def _settings(job: Job, wanted: set[str]) -> dict[str, Any]:
     a = job.heavy.published.architecture
     blocks = str(dtype_of(job.heavy.engine)).removeprefix("torch.")
     return {
@@ -192,7 +187,7 @@ def _settings(job: Job, request: Request, wanted: set[str]) -> dict[str, Any]:
         "steps": job.steps,
         "batch_size": job.batch,
         "samples": job.rows,
-        "quick": request.quick,
+        "quick": job.quick,
         "parts": sorted(wanted),
         "effort": vars(job.effort),
         "weights": job.weights,

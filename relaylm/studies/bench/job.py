@@ -19,29 +19,9 @@ from relaylm.models.family import DTYPES, Family, cpu_has_bfloat16, pick_device
 from relaylm.sampling.denoise import denoise
 from relaylm.sampling.engine import Engine
 from relaylm.sampling.result import Samples
-from relaylm.studies.bench.published import Side, Window, corrupted, random_network, seconds_of
+from relaylm.studies.bench.published import Side, Window, corrupted, random_network, timed
 
 HEAVY = Schedule.parse("heavy").bind("light", "heavy")
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to measure. Sizes left out: 768 wide, L = 1024, T = 1000 on CUDA; 256 wide with 4 heads, L = 256, T = 256
-    elsewhere; heads of 64. A family brings its own."""
-
-    device: str | torch.device = "auto"
-    depth: tuple[int, int] = (12, 4)  # heavy and light
-    width: int | None = None
-    heads: int | None = None
-    vocab_size: int = 50258
-    length: int | None = None
-    steps: int | None = None
-    batch_size: int | None = None  # the engine's rows per call
-    family: Family | str | None = None  # whose weights to take; random ones otherwise
-    samples: int | None = None  # rows of an end-to-end run
-    dtype: str | None = None  # of the engine's blocks: bfloat16 on CUDA and on a CPU that has it, else float32
-    seed: int = 0
-    quick: bool = False  # shorten every measurement: good for a look, not for a record
 
 
 @dataclass(frozen=True)
@@ -81,28 +61,49 @@ class Job:
     seed: int
     effort: Effort
     weights: str  # where they are from
+    quick: bool
 
     @classmethod
-    def of(cls, request: Request) -> Job:
-        """The models of a request, with the sizes it leaves out."""
-        device, family = pick_device(request.device), request.family
-        cuda, dtype = device.type == "cuda", _dtype(request.dtype, device)
+    def of(
+        cls,
+        device: str | torch.device = "auto",
+        depth: tuple[int, int] = (12, 4),  # heavy and light
+        width: int | None = None,
+        heads: int | None = None,
+        vocab_size: int = 50258,
+        length: int | None = None,
+        steps: int | None = None,
+        batch_size: int | None = None,  # the engine's rows per call
+        family: Family | str | None = None,  # whose weights to take; random ones otherwise
+        samples: int | None = None,  # rows of an end-to-end run
+        dtype: str | None = None,  # of the engine's blocks: bfloat16 on CUDA and on a CPU that has it, else float32
+        seed: int = 0,
+        quick: bool = False,  # shorten every measurement: good for a look, not for a record
+    ) -> Job:
+        """Sizes left out: 768 wide, L = 1024, T = 1000 on CUDA; 256 wide with 4 heads, L = 256, T = 256 elsewhere;
+        heads of 64. A family brings its own."""
+        device = pick_device(device)
+        cuda, blocks = device.type == "cuda", _dtype(dtype, device)
         if isinstance(family, str):
             family = Family.load(family, device="cpu", dtype="float32")
-        length = request.length or (family.length if family is not None else 1024 if cuda else 256)
-        width = request.width or (768 if cuda else 256)
-        if request.heads is None and width > 64 and width % 64:
+        length = length or (family.length if family is not None else 1024 if cuda else 256)
+        width = width or (768 if cuda else 256)
+        if heads is None and width > 64 and width % 64:
             raise UserError(f"heads are 64 wide, so the width must be a multiple of 64, not {width}")
-        sizes: dict[str, Any] = {"vocab_size": request.vocab_size, "length": length, "width": width}
-        sizes |= {"heads": request.heads or max(1, width // 64), "adaln": True}
-        heavy, light = (_side(request, family, i, sizes, device, dtype) for i in range(2))
+        sizes: dict[str, Any] = {"vocab_size": vocab_size, "length": length, "width": width}
+        sizes |= {"heads": heads or max(1, width // 64), "adaln": True}
+        if family is None:
+            networks = [random_network(Architecture(depth=d, **sizes), seed + i) for i, d in enumerate(depth)]
+        else:
+            networks = [_copied(family.models[name]) for name in family.roles()[::-1]]
+        heavy, light = (_side(network, device, blocks) for network in networks)
         a = heavy.published.architecture
         pair = Family({"small": light.engine, "large": heavy.engine}, a.mask_id, a.vocab_size, length)
-        batch = request.batch_size or pair.batch_size(1 << 20, length)
-        rows = request.samples or (2 * batch if cuda else batch)
-        steps = request.steps or (1000 if cuda and family is None else length)
-        effort, weights = Effort.of(device, request.quick), "random" if family is None else family.name or "family"
-        return cls(heavy, light, device, length, steps, min(batch, rows), rows, request.seed, effort, weights)
+        batch = batch_size or pair.batch_size(1 << 20, length)
+        rows = samples or (2 * batch if cuda else batch)
+        steps = steps or (1000 if cuda and family is None else length)
+        effort, weights = Effort.of(device, quick), "random" if family is None else family.name or "family"
+        return cls(heavy, light, device, length, steps, min(batch, rows), rows, seed, effort, weights, quick)
 
     @property
     def cuda(self) -> bool:
@@ -128,9 +129,7 @@ class Job:
     ) -> tuple[float, Samples]:
         """Wall seconds and samples of one run of the engine."""
         usual = {"mask_id": self.heavy.engine.mask_id, "steps": self.steps, "device": self.device, "heavy": "heavy"}
-        out: list[Samples] = []
-        run = lambda: out.append(denoise(models, schedule, plan, **{**usual, **options}))  # noqa: E731
-        return seconds_of(run, self.device), out[0]
+        return timed(lambda: denoise(models, schedule, plan, **{**usual, **options}), self.device)
 
     def plan(self, rows: int, free: int, first_row: int = 0) -> Plan:
         """A plan whose positions are given, random tokens, but for the last `free`: fewer calls of the same cost."""
@@ -156,17 +155,15 @@ def _dtype(name: str | None, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def _side(
-    request: Request, family: Family | None, i: int, sizes: dict[str, Any], device: torch.device, dtype: torch.dtype
-) -> Side:
-    """The heavy (i = 0) or the light model, as MDLM's code and as the engine runs it."""
-    if family is None:
-        network = random_network(Architecture(depth=request.depth[i], **sizes), request.seed + i)
-    else:
-        model = family.models[family.roles()[1 - i]]
-        if not isinstance(model, Transformer):
-            raise UserError("bench needs a family of Transformers")
-        network = copy.deepcopy(model).to("cpu", torch.float32)
+def _copied(model: Any) -> Transformer:
+    """A family's model in float32, which the benchmark may change."""
+    if not isinstance(model, Transformer):
+        raise UserError("bench needs a family of Transformers")
+    return copy.deepcopy(model).to("cpu", torch.float32)
+
+
+def _side(network: Transformer, device: torch.device, dtype: torch.dtype) -> Side:
+    """A model as MDLM's code and as the engine runs it."""
     engine = copy.deepcopy(network) if network.time_conditioning else copy.deepcopy(network).fold()
     engine = engine.to(device)
     return Side(network.to(device), engine if dtype == torch.float32 else engine.cast(dtype), device)

@@ -88,13 +88,18 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
-    """Wall seconds of one call, until the device has finished it."""
+def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Wall seconds of one call, until the device has finished it, and what it returned."""
     wait(device)
     began = time.perf_counter()
-    function()
+    result = function()
     wait(device)
-    return time.perf_counter() - began
+    return time.perf_counter() - began, result
+
+
+def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
+    """The seconds alone."""
+    return timed(function, device)[0]
 
 
 def captured(function: Callable[[], Any]) -> Callable[[], None]:

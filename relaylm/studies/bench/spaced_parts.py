@@ -15,11 +15,10 @@ Shapes: L positions, T steps, D distance.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from relaylm.core.plan import make_plan, positions_per_call, spaced_events
+from relaylm.core.plan import Plan, make_plan, positions_per_call, spaced_events
 from relaylm.core.schedule import Schedule, Spacing
 from relaylm.sampling.confidence import decode
 from relaylm.sampling.denoise import denoise
@@ -31,7 +30,7 @@ from relaylm.sampling.result import Samples
 from relaylm.sampling.rules import parse_rule
 from relaylm.studies.bench.engine_parts import executed_flops
 from relaylm.studies.bench.job import HEAVY, Job
-from relaylm.studies.bench.published import seconds_of
+from relaylm.studies.bench.published import timed
 from relaylm.studies.bench.reference_parts import other_windows
 
 AT = 40 / 1024  # the middle distance, as a share of the length
@@ -55,14 +54,8 @@ def spaced(job: Job, reference_ms: float | None, tflops: float | None) -> dict[s
     for distance in distances(job.length):
         plan = make_plan(job.rows, job.length, job.seed)
         kept = _engine(job, job.rows)
-        runs = [
-            job.timed(
-                {"heavy": job.heavy.engine}, _spaced(distance), plan, steps=None, batch_size=job.batch, engine=kept
-            )
-            for _ in range(1 + job.effort.runs)
-        ]
+        seconds, samples = _fastest(job, plan, distance, job.batch, kept, 1 + job.effort.runs)
         kept.release()
-        seconds, samples = min(runs[1:] or runs, key=lambda run: run[0])
         events = spaced_events(plan, Spacing(distance))
         flops = executed_flops(job.heavy.engine, plan, samples, job.batch, events)
         shapes, _ = call_shapes(events, plan.length, job.batch)
@@ -99,7 +92,8 @@ def rules(job: Job) -> dict[str, Any]:
                 return denoise(models, _spaced(distance), plan, **options)
             return decode(models, HEAVY, plan, parse_rule(text), **options)
 
-        seconds, samples = min((_timed(run, job) for _ in range(1 + job.effort.runs)), key=lambda timed: timed[0])
+        runs = [timed(run, job.device) for _ in range(1 + job.effort.runs)]
+        seconds, samples = min(runs, key=lambda one: one[0])
         each = {"calls_per_row": samples.cost.total_calls / job.rows, "rows_per_second": job.rows / seconds}
         found[text or f"spaced:{distance}"] = {**each, "gflop_per_row": samples.cost.flops / job.rows / 1e9}
     return {"rules": found}
@@ -108,25 +102,18 @@ def rules(job: Job) -> dict[str, Any]:
 def latency(job: Job, reference_ms: float | None, causal_tokens_per_s: float | None, compiled: bool) -> dict[str, Any]:
     """Milliseconds of one row: the engine on spaced plans, one position at a time and in parallel windows, and the
     others. `reference_ms` is a row-step of MDLM's sampler at batch 1."""
-    model, repeats = {"heavy": job.heavy.engine}, 1 + 2 * job.effort.runs
+    model = {"heavy": job.heavy.engine}
     found: dict[str, Any] = {}
     kept = _engine(job, 1)
     plan = make_plan(1, job.length, job.seed)
     for distance in distances(job.length):
-        runs = [
-            job.timed(model, _spaced(distance), plan, steps=None, batch_size=1, engine=kept) for _ in range(repeats)
-        ]
-        best, samples = min(runs[1:], key=lambda run: run[0])
+        best, samples = _fastest(job, plan, distance, 1, kept, 1 + 2 * job.effort.runs)
         found[f"spaced:{distance}"] = {"ms": 1e3 * best, "calls": samples.cost.total_calls}
     runs = [job.timed(model, HEAVY, plan, steps=math.inf, batch_size=1, engine=kept) for _ in range(2)]
     found["one position at a time"] = {"ms": 1e3 * runs[1][0], "calls": runs[1][1].cost.total_calls}
     kept.release()
-
-    def ahead() -> Any:
-        options: dict[str, Any] = {"mask_id": job.heavy.engine.mask_id, "device": job.device, "steps": math.inf}
-        return denoise_ahead(model, HEAVY, plan, WINDOW, **options)
-
-    seconds, samples = _timed(ahead, job)
+    options: dict[str, Any] = {"mask_id": job.heavy.engine.mask_id, "device": job.device, "steps": math.inf}
+    seconds, samples = timed(lambda: denoise_ahead(model, HEAVY, plan, WINDOW, **options), job.device)
     rounds = {"rounds": samples.cost.network_calls, "calls": samples.cost.total_calls}
     found[f"one position at a time, {WINDOW} in parallel"] = {"ms": 1e3 * seconds, **rounds}
     if reference_ms:
@@ -144,6 +131,9 @@ def _engine(job: Job, rows: int) -> Engine:
     return Engine([job.heavy.engine], make_plan(rows, job.length, job.seed), mask_id, Law(), job.device)
 
 
-def _timed(run: Callable[[], Any], job: Job) -> tuple[float, Any]:
-    out: list[Any] = []
-    return seconds_of(lambda: out.append(run()), job.device), out[0]
+def _fastest(job: Job, plan: Plan, distance: int, batch: int, kept: Engine, runs: int) -> tuple[float, Samples]:
+    """The fastest of a few runs on a spaced plan, but for the first, which captures."""
+    options: dict[str, Any] = {"steps": None, "batch_size": batch, "engine": kept}
+    model = {"heavy": job.heavy.engine}
+    found = [job.timed(model, _spaced(distance), plan, **options) for _ in range(runs)]
+    return min(found[1:], key=lambda run: run[0])

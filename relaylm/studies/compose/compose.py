@@ -24,7 +24,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,12 +37,10 @@ from relaylm.measure.evaluate import Evaluator, SampleSpec, figures, judge_rows,
 from relaylm.measure.judge import Scores, load_judge, log_perplexity
 from relaylm.measure.likelihood import held_out, spread_rows
 from relaylm.measure.store import Store
+from relaylm.models.family import Family
 from relaylm.sampling.law import Law
 from relaylm.sampling.policy import resolve
 from relaylm.sampling.rules import Rule, counts_of, number_text, parse_rule
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
 
 RULES = ("ancestral", "low-confidence", "threshold:0.9", "threshold:0.6", "remdm-cap", "ancestral@0.9")
 STEPS = (8, 32, 256)
@@ -158,17 +156,9 @@ def compose(
     length = length or family.length
     for cell in grid:
         cell.check(length)
-    evaluator = Evaluator(
-        family,
-        load_judge(judge, family),
-        np.full((n, length), -1),
-        heavy,
-        seed=seed,
-        batch=batch_size,
-        piece=n,
-        store=open_store(store),
-        fresh=fresh,
-    )
+    kept: dict[str, Any] = {"piece": n, "store": open_store(store), "fresh": fresh}
+    given_nL = np.full((n, length), -1)
+    evaluator = Evaluator(family, load_judge(judge, family), given_nL, heavy, seed=seed, batch=batch_size, **kept)
     missing = [cell for cell in grid if stored_only and not evaluator.has(cell.spec)]
     if len(missing) == len(grid):
         raise UserError(f"the store has none of the {len(grid)} cells of this grid, as they would be on this device")
@@ -176,13 +166,12 @@ def compose(
     specs = [(f"{cell.line} {cell.dial} {cell.label}", cell.spec) for cell in grid]
     if progress:
         announce_samples(family, n * len(grid), length, "-n and --length make it shorter")
-    found = [_row(family, cell, *each) for cell, each in zip(grid, evaluator.evaluate(specs, progress), strict=True)]
-    rows, per_row = [row for row, _ in found], [by_row for _, by_row in found]
-    heldout = _heldout(evaluator)
-    front = pareto(rows, heldout)
-    for row, on_front in zip(rows, front, strict=True):
+    drawn = evaluator.evaluate(specs, progress)
+    found = [measured(family, cell, *each) for cell, each in zip(grid, drawn, strict=True)]
+    rows, heldout = [one.row for one in found], _heldout(evaluator)
+    for row, on_front in zip(rows, pareto(rows, heldout), strict=True):
         row["front"] = on_front
-    both = combinations(grid, rows, per_row, heavy)
+    both = combinations(found, heavy)
     return {
         "kind": "compose",
         "family": {"name": family.name, "digest": family.digest},
@@ -201,8 +190,16 @@ def compose(
     }
 
 
-def _row(family: Family, cell: Cell, drawn: Drawn, scores: Scores) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """A cell's figures, and log-perplexity and entropy row by row."""
+class Measured(NamedTuple):
+    """A cell's figures, and its log-perplexity and entropy row by row."""
+
+    row: dict[str, Any]
+    log_ppl_n: np.ndarray
+    entropy_n: np.ndarray
+
+
+def measured(family: Family, cell: Cell, drawn: Drawn, scores: Scores) -> Measured:
+    """A cell, from its samples and their scores."""
     row = {
         "rule": str(cell.rule),
         "line": cell.line,
@@ -218,7 +215,7 @@ def _row(family: Family, cell: Cell, drawn: Drawn, scores: Scores) -> tuple[dict
     }
     texts = texts_of(family, drawn.tokens_nL)
     entropy = [metrics.word_entropy(text) for text in texts] or [metrics.token_entropy(row) for row in drawn.tokens_nL]
-    return row, {"log_ppl": log_perplexity(scores), "entropy": np.array(entropy)}
+    return Measured(row, log_perplexity(scores), np.array(entropy))
 
 
 def _heldout(evaluator: Evaluator) -> dict[str, Any] | None:
@@ -251,61 +248,48 @@ def pareto(rows: Sequence[Mapping[str, Any]], heldout: Mapping[str, Any] | None 
     return [not ((points <= own).all(axis=1) & (points < own).any(axis=1)).any() for own in points]
 
 
-def combinations(
-    grid: Sequence[Cell],
-    rows: Sequence[Mapping[str, Any]],
-    per_row: Sequence[Mapping[str, np.ndarray]],
-    heavy: str,
-) -> list[dict[str, Any]]:
+def combinations(found: Sequence[Measured], heavy: str) -> list[dict[str, Any]]:
     """For each line, every schedule that is not the heavy model with every setting of the dial that is not the line's
-    end: what the schedule alone, the dial alone and both save and lose. Left out where one of the four cells is not in
-    the grid."""
-    place = {(cell.line, cell.dial, cell.label): k for k, cell in enumerate(grid)}
+    end: what the schedule alone, the dial alone and both save and lose. Left out where one of the four cells is not
+    there."""
+    place = {tuple(one.row[key] for key in ("line", "dial", "schedule")): one for one in found}
     out = []
-    for line in dict.fromkeys(cell.line for cell in grid):
-        here = [k for k, cell in enumerate(grid) if cell.line == line]
-        alone = [k for k in here if grid[k].schedule.models == (heavy,)]
+    for line in dict.fromkeys(one.row["line"] for one in found):
+        here = [one for one in found if one.row["line"] == line]
+        alone = [one for one in here if Schedule.parse(one.row["schedule_models"]).models == (heavy,)]
         if not alone:
             continue
-        neither = max(alone, key=lambda k: (rows[k]["flops"] or 0, rows[k]["calls"]))
-        for k in here:
-            cell = grid[k]
-            # The last: so few steps that the schedule has none for the other models.
-            if k in alone or cell.dial == grid[neither].dial or rows[k]["calls_by_model"].keys() == {heavy}:
-                continue
-            scheduled = place.get((line, grid[neither].dial, cell.label))
-            fewer = place.get((line, cell.dial, grid[neither].label))
-            if scheduled is not None and fewer is not None:
-                out.append(_combine(rows, per_row, neither, scheduled, fewer, k))
+        neither = max(alone, key=lambda one: (one.row["flops"] or 0, one.row["calls"]))
+        end, heavy_label = neither.row["dial"], neither.row["schedule"]
+        for both in here:
+            # With few steps a schedule may have none for the other models.
+            if both.row["dial"] != end and both.row["calls_by_model"].keys() != {heavy}:
+                scheduled = place.get((line, end, both.row["schedule"]))
+                fewer = place.get((line, both.row["dial"], heavy_label))
+                if scheduled is not None and fewer is not None:
+                    out.append(combined(neither, scheduled, fewer, both))
     return out
 
 
-def _combine(
-    rows: Sequence[Mapping[str, Any]],
-    per_row: Sequence[Mapping[str, np.ndarray]],
-    neither: int,
-    scheduled: int,
-    fewer: int,
-    both: int,
-) -> dict[str, Any]:
-    """What the schedule alone, the dial alone and both save and lose against neither; the last four are cells."""
+def combined(neither: Measured, scheduled: Measured, fewer: Measured, both: Measured) -> dict[str, Any]:
+    """What the schedule alone, the dial alone and both save and lose against neither."""
     three = {"schedule": scheduled, "steps": fewer, "both": both}
-    most = rows[neither]["flops"]
-    shares: dict[str, Any] = {name: rows[k]["flops"] / most if most else None for name, k in three.items()}
+    most = neither.row["flops"]
+    shares: dict[str, Any] = {name: one.row["flops"] / most if most else None for name, one in three.items()}
 
-    def paired(name: str, plus: Sequence[int], minus: Sequence[int]) -> dict[str, Any]:
-        total_n = sum(per_row[k][name] for k in plus) - sum(per_row[k][name] for k in minus)
-        found = metrics.mean_estimate(np.asarray(total_n)[np.isfinite(total_n)])
+    def paired(name: str, plus: Sequence[Measured], minus: Sequence[Measured]) -> dict[str, Any]:
+        total_n = sum(getattr(one, name) for one in plus) - sum(getattr(one, name) for one in minus)
+        found = metrics.mean_estimate(total_n[np.isfinite(total_n)])
         return {"value": found.value, "ci": found.ci}
 
     return {
-        **{name: rows[both][name] for name in ("line", "dial", "schedule")},
-        "neither": rows[neither]["dial"],
+        **{name: both.row[name] for name in ("line", "dial", "schedule")},
+        "neither": neither.row["dial"],
         "flops": {**shares, "product": shares["schedule"] * shares["steps"] if most else None},
-        "loss": {name: paired("log_ppl", [k], [neither]) for name, k in three.items()},
-        "interaction": paired("log_ppl", [both, neither], [scheduled, fewer]),
-        "entropy_both": paired("entropy", [both], [neither]),
-        "entropy_interaction": paired("entropy", [both, neither], [scheduled, fewer]),
+        "loss": {name: paired("log_ppl_n", [one], [neither]) for name, one in three.items()},
+        "interaction": paired("log_ppl_n", [both, neither], [scheduled, fewer]),
+        "entropy_both": paired("entropy_n", [both], [neither]),
+        "entropy_interaction": paired("entropy_n", [both, neither], [scheduled, fewer]),
     }
 
 

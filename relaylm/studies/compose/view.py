@@ -35,36 +35,30 @@ def _number(value: float | None, form: str, ci: Sequence[float | None] = (None, 
     """A number, and half of its 95% interval where that is known."""
     if value is None:
         return "-"
-    margin = _margin({"ci": ci})
-    return f"{value:{form}}" + ("" if margin is None else f" ± {margin:{form.lstrip('+')}}")
+    return f"{value:{form}}" + ("" if None in ci else f" ± {_margin(ci):{form.lstrip('+')}}")
 
 
-def _margin(estimate: Mapping[str, Any]) -> float | None:
-    """Half of an estimate's own 95% interval."""
-    low, high = estimate["ci"]
-    return None if low is None or high is None else (high - low) / 2
+def _margin(ci: Sequence[float | None]) -> float:
+    """Half of an interval; 0 where there is none."""
+    low, high = ci
+    return 0.0 if low is None or high is None else (high - low) / 2
 
 
 def _cells(result: Result, row: Mapping[str, Any]) -> list[str]:
     gflops = None if row["flops"] is None else _gflops(result, row)
-    numbers = [(row.get("word_entropy"), ".3f"), (row["distinct_4"], ".3f"), (row["calls"] / result["n"], ".1f")]
+    numbers = [(row["entropy"], ".3f"), (row.get("word_entropy"), ".3f"), (row["distinct_4"], ".3f")]
+    numbers += [(row["calls"] / result["n"], ".1f")]
     numbers += [(gflops, ".0f" if gflops is not None and gflops >= 1000 else ".3g"), (row["seconds"], ".1f")]
     perplexity = _number(row["gen_ppl"], ".2f", row["gen_ppl_ci"])
-    return [
-        row["line"],
-        row["dial"],
-        row["schedule"],
-        perplexity,
-        f"{row['entropy']:.3f}",
-        *(_number(*x) for x in numbers),
-    ]
+    return [row["line"], row["dial"], row["schedule"], perplexity, *(_number(*number) for number in numbers)]
 
 
 def render(result: Result, width: int | None = None) -> str:
     """The answer first, then every cell in `width` columns (the terminal's); a star marks the Pareto front."""
     width = width or terminal_width()
     rows = [["*" if row["front"] else "", *_cells(result, row)] for row in result["rows"]]
-    notes = [_front_note(result)]
+    star = f"* no cell has fewer operations, lower perplexity and higher {_entropy(result)} at once"
+    notes = ["; ".join(text for text in (star, _capped(result)) if text)]
     notes += [f"{result['n']} samples a cell, judge {result['judge']}, seed {result['seed']}"]
     notes += [text for text in (_heldout(result), _undone(result), result.get("note")) if text]
     cells = table(["", *HEAD], rows, width, text=(0, 1, 2, 3), spare=SPARE)
@@ -80,11 +74,6 @@ def _capped(result: Result) -> str:
     if not result.get("heldout"):
         return ""
     return f"perplexity below held-out text's, or {_entropy(result)} above it, counts as the text's own"
-
-
-def _front_note(result: Result) -> str:
-    note = f"* no cell has fewer operations, lower perplexity and higher {_entropy(result)} at once"
-    return "; ".join(text for text in (note, _capped(result)) if text)
 
 
 def _heldout(result: Result) -> str:
@@ -356,7 +345,7 @@ def _both_figure(result: Result) -> Any:
             (artist,) = left.plot(flops["product"], flops["both"] / flops["product"], **style)
             marks.append(_Mark(left, artist, text, kin=(item["line"], item["dial"])))
         added = loss["schedule"]["value"] + loss["steps"]["value"]
-        margin = _margin(interaction) or 0.0
+        margin = _margin(interaction["ci"])
         drawn = right.errorbar(added, interaction["value"], yerr=margin, capsize=3, elinewidth=1.0, **style)
         marks.append(_Mark(right, drawn.lines[0], text, margin))
     left.axhline(1.0, color="0.4", linewidth=0.8, zorder=0)

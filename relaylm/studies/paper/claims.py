@@ -137,11 +137,16 @@ def middle_matters(data: Data) -> Iterator[Finding]:
         says = inside[worst] and not inside[best] if ci[worst][0] > ci[best][1] else None
         text = f"segment {worst} is most harmful (I = {value[worst]:+.3f}), segment {best} safest ({value[best]:+.3f})"
         yield Finding(where, says, text)
-    curves = {"KL": data.get("disagreement", {})}
-    curves |= {"KL, second corpus": data.get("second-corpus", {}).get("disagreement", {})}
-    curves |= {"KL, BPE": data.get("bpe", {}).get("disagreement", {})}
-    for where, curve in curves.items():
-        yield from (_peak(f"{where}, {pair['light']}", pair) for pair in curve.get("pairs", []))
+    places = {"disagreement": "KL", "second-corpus": "KL, second corpus", "bpe": "KL, BPE"}
+    for name, curve in curves(data).items():
+        yield from (_peak(f"{places[name]}, {pair['light']}", pair) for pair in curve["pairs"])
+
+
+def curves(data: Data) -> dict[str, Mapping[str, Any]]:
+    """The disagreement of models by time, by the experiment that has it."""
+    results = {name: data[name] for name in ("disagreement", "second-corpus", "bpe") if name in data}
+    found = {name: result.get("disagreement", result) for name, result in results.items()}
+    return {name: curve for name, curve in found.items() if "pairs" in curve}
 
 
 def above_twin(pair: Mapping[str, Any]) -> bool:
@@ -150,9 +155,14 @@ def above_twin(pair: Mapping[str, Any]) -> bool:
     return any(low > 0.01 * max(pair["kl"]) for low, _ in pair["kl_relative_ci"])
 
 
-def _peak(where: str, pair: Mapping[str, Any]) -> Finding:
+def peak(pair: Mapping[str, Any]) -> tuple[float, float, float, bool]:
+    """Where the KL peaks, with its interval: less that of a second seed where there is one, which the last says."""
     end = "_relative" if pair.get("peak_t_relative") is not None else ""
-    t, (low, high) = pair[f"peak_t{end}"], pair[f"peak_t{end}_ci"]
+    return pair[f"peak_t{end}"], *pair[f"peak_t{end}_ci"], bool(end)
+
+
+def _peak(where: str, pair: Mapping[str, Any]) -> Finding:
+    t, low, high, end = peak(pair)
     says = True if MIDDLE[0] <= low and high <= MIDDLE[1] else False if high < MIDDLE[0] or low > MIDDLE[1] else None
     if end and says is None and not above_twin(pair):
         return Finding(where, says, "nowhere shown to be further from the heavy model than its second seed")
@@ -273,9 +283,9 @@ def no_rival_wins(data: Data) -> Iterator[Finding]:
                 text += f"; among {len(result['rivals'])} contests p = {item['p_holm']:.2f} (Holm)"
             yield Finding(where, says, text)
     if "tuner" in data:
-        yield from _rivals_on_fresh_rows(data["tuner"]["fresh"])
+        yield from _contests(list(_rivals_on_fresh_rows(data["tuner"]["fresh"])))
     if "tuner" in data.get("bpe", {}):
-        yield from _rivals_of_record(data["bpe"]["tuner"]["all"])
+        yield from _contests(list(_rivals_of_record(data["bpe"]["tuner"]["all"])))
 
 
 def rivals_by_budget(fresh: Mapping[str, Any]) -> dict[float, dict[str, Mapping[str, Any]]]:
@@ -288,32 +298,29 @@ def rivals_by_budget(fresh: Mapping[str, Any]) -> dict[float, dict[str, Mapping[
     return found
 
 
-def _rivals_on_fresh_rows(fresh: Mapping[str, Any]) -> Iterator[Finding]:
-    """At each budget, every model alone (whole, or in as many steps as it allows) against the sandwich, on the same
-    rows. An outcome must stand the adjustment for the number of all these contests (Holm)."""
-    contests = []
+Contest = tuple[str, str, float, float, int]  # where, what, its mean against the sandwich, standard error, rows
+
+
+def _rivals_on_fresh_rows(fresh: Mapping[str, Any]) -> Iterator[Contest]:
+    """At each budget, every model alone (whole, or in as many steps as it allows), on the same rows."""
     for rivals in rivals_by_budget(fresh).values():
         if (sandwich := rivals.pop("sandwich", None)) is not None:
             for row in rivals.values():
-                value, error, n = difference(fresh["contrasts"], row["schedule"], sandwich["schedule"])
-                contests.append((f"tuner, {sandwich['budget']:.0%} saved", row["what"], value, error, n))
-    yield from _contests(contests)
+                found = difference(fresh["contrasts"], row["schedule"], sandwich["schedule"])
+                yield f"tuner, {sandwich['budget']:.0%} saved", row["what"], *found
 
 
-def _rivals_of_record(budgets: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+def _rivals_of_record(budgets: Sequence[Mapping[str, Any]]) -> Iterator[Contest]:
     """The same of a record of `studies.record.search`."""
-    contests = []
     for budget in budgets:
         for row in budget["rows"]:
             if row["kind"] == "rival" and row["what"] != "sandwich":
-                item = row["against_sandwich"]
-                where = f"BPE, tuner, {budget['saved']:.0%} saved"
-                contests.append((where, row["what"], item["difference"], item["error"], item["rows"]))
-    yield from _contests(contests)
+                item, where = row["against_sandwich"], f"BPE, tuner, {budget['saved']:.0%} saved"
+                yield where, row["what"], item["difference"], item["error"], item["rows"]
 
 
-def _contests(contests: Sequence[tuple[str, str, float, float, int]]) -> Iterator[Finding]:
-    """Where, what, and its mean against the sandwich with its standard error over so many rows."""
+def _contests(contests: Sequence[Contest]) -> Iterator[Finding]:
+    """An outcome must stand the adjustment for the number of all these contests (Holm)."""
     adjusted = metrics.holm([_chance(value, error, rows) for _, _, value, error, rows in contests])
     for (where, what, value, error, rows), p in zip(contests, adjusted, strict=True):
         half, level = float(stats.t.ppf(0.975, max(1, rows - 1))) * error, p >= 1 - metrics.LEVEL

@@ -15,6 +15,7 @@ import numpy as np
 from scipy import stats
 
 from relaylm.measure import metrics
+from relaylm.studies.paper import numbers as paper
 
 Pairs = Sequence[Mapping[str, Any]]
 SAMPLERS = {"exact": "exact", "published": "MDLM's float32"}  # what they are called, by where their data is
@@ -35,17 +36,18 @@ def paired(d_n: np.ndarray) -> dict[str, Any]:
     return {"difference": mean, "ci": [metrics.finite(low), metrics.finite(high)], "error": error, "rows": len(d)}
 
 
-def contrasts(result: Mapping[str, Any]) -> dict[str, Any]:
+def contrasts(result: Mapping[str, Any], stretches: Mapping[str, Sequence[str]] | None = None) -> dict[str, Any]:
     """Of a comparison's result: each pair of the schedules that were asked for (`contrasts`), the middle of the
-    trajectory against its ends (`middle_minus_ends`), and its `rows` without their single values."""
+    trajectory against its ends (`middle_minus_ends`, and for other `stretches` of it by name), and its `rows` without
+    their single values."""
     log_by = {row["schedule"]: numbers(row["log_ppls"]) for row in result["rows"]}
     asked = [row["schedule"] for row in result["rows"] if row["kind"] == "asked"]
     pairs = [{"first": a, "second": b, **paired(log_by[a] - log_by[b])} for a, b in combinations(asked, 2)]
     out: dict[str, Any] = {"contrasts": pairs}
-    quarters = [f"quarter:{k}" for k in (1, 2, 3, 4)]
-    if set(quarters) <= set(asked):
-        q1, q2, q3, q4 = (log_by[name] for name in quarters)
-        out["middle_minus_ends"] = paired((q2 + q3) / 2 - (q1 + q4) / 2)
+    for key, names in {"middle_minus_ends": paper.SCHEDULES[1:5], **(stretches or {})}.items():
+        if set(names) <= set(asked):
+            logs, end = [log_by[name] for name in names], len(names) // 4
+            out[key] = paired(np.mean(logs[end:-end], axis=0) - np.mean(logs[:end] + logs[-end:], axis=0))
     out["rows"] = [{k: v for k, v in row.items() if k != "log_ppls"} for row in result["rows"]]
     return out
 

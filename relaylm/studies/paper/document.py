@@ -13,7 +13,7 @@ import base64
 import csv
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from importlib.resources import files
@@ -72,15 +72,15 @@ Block = str | Table | Figure | Folded | Board
 
 def numbered(blocks: Sequence[Block]) -> list[Block]:
     """The blocks with a number in every caption."""
-    figure, table = count(1), count(1)
-    found: list[Block] = []
-    for block in blocks:
-        if isinstance(block, Figure):
-            block = replace(block, caption=f"Figure {next(figure)}. {block.caption}")
-        elif isinstance(block, Table):
-            block = replace(block, caption=f"Table {next(table)}. {block.caption}".rstrip())
-        found.append(block)
-    return found
+    numbers = {Figure: count(1), Table: count(1)}
+
+    def with_number(block: Block) -> Block:
+        if not isinstance(block, Figure | Table):
+            return block
+        kind = type(block)
+        return replace(block, caption=f"{kind.__name__} {next(numbers[kind])}. {block.caption}".rstrip())
+
+    return list(map(with_number, blocks))
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -210,16 +210,16 @@ def _caption(text: str) -> str:
     return re.sub(r"^((?:Figure|Table) \d+\.)", r"<b>\1</b>", _inline(text))
 
 
-def write(blocks: Sequence[Block], title: str, folder: Path) -> None:
-    """report.md, report.html and tables/*.csv, each whole or not at all."""
+def write(blocks: Sequence[Block], title: str, folder: Path, printed: Callable[[str], str] = str) -> None:
+    """report.md, report.html and tables/*.csv, each whole or not at all; `printed` has the last word on their texts."""
     (folder / "tables").mkdir(parents=True, exist_ok=True)
     inside = [table for block in blocks if isinstance(block, Board) for table in (block.claims, block.findings)]
     for table in [*inside, *(block for block in blocks if isinstance(block, Table))]:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([table.head, *table.rows])
-        atomic_write(folder / "tables" / f"{table.name}.csv", text.getvalue())
-    atomic_write(folder / "report.md", markdown(blocks, folder))
-    atomic_write(folder / "report.html", html(blocks, title))
+        atomic_write(folder / "tables" / f"{table.name}.csv", printed(text.getvalue()))
+    atomic_write(folder / "report.md", printed(markdown(blocks, folder)))
+    atomic_write(folder / "report.html", printed(html(blocks, title)))
 
 
 def _unbroken(text: str) -> str:

@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,15 +28,13 @@ from relaylm.measure.importance import importance, second_seeds
 from relaylm.measure.likelihood import spread_rows
 from relaylm.measure.provenance import load_record
 from relaylm.measure.rivals import SLACK, Entry, expected_flops, one_model, steps_within
+from relaylm.measure.store import Store
+from relaylm.models.family import Family
 from relaylm.sampling.sample import sample
 from relaylm.search.search import search
 from relaylm.studies.paper import numbers as paper
-from relaylm.studies.paper.contrasts import against, contrasts, numbers, paired
+from relaylm.studies.paper.contrasts import against, contrasts
 from relaylm.studies.paper.document import Block
-
-if TYPE_CHECKING:
-    from relaylm.measure.store import Store
-    from relaylm.models.family import Family
 
 STRETCHES = 8  # of the time axis, in `strides`
 SPARSE = 4  # there a stretch has one step where there were so many
@@ -117,17 +115,18 @@ class Setup:
 Result = dict[str, Any]
 
 
+Need = tuple[str, Callable[[Setup], bool]]  # in words, and whether it is there
+
+
 @dataclass(frozen=True)
 class Experiment:
-    """What is run, what of the paper it belongs to, and how its result is shown.
-
-    `paper` lists labels of the paper, `needs` returns what is missing for it, or None. An `edition` that finds more
-    than the one before makes that one's data again."""
+    """What is run, what of the paper it belongs to (its labels there), and how its result is shown. An `edition` that
+    finds more than the one before makes that one's data again."""
 
     name: str
     title: str
     paper: str
-    needs: Callable[[Setup], str | None]
+    needs: Need
     run: Callable[[Setup], Result]
     show: Callable[[Mapping[str, Any], Path], list[Block]]
     on_tokens: bool = False  # about the family of `--bpe`, if there is one, and not the first
@@ -152,11 +151,15 @@ def lights(family: Family) -> list[str]:
 
 def judged(setup: Setup, schedules: Sequence[str | Schedule], family: Family | None = None, **options: Any) -> Result:
     """`compare` at this scale, contrasts added and single rows dropped."""
-    chosen = family or setup.family
-    usual = {"n": setup.scale.samples, "steps": setup.steps(chosen), "seed": setup.seed, **setup.judging()}
-    usual |= {"length": None if "prompts" in options else setup.length(chosen)}
-    result = compare(chosen, schedules, **{**usual, **options})
+    result = compared(setup, schedules, family or setup.family, **options)
     return {**{k: v for k, v in result.items() if k not in ("samples_needed", "store_notes")}, **contrasts(result)}
+
+
+def compared(setup: Setup, schedules: Sequence[str | Schedule], family: Family, **options: Any) -> Result:
+    """`compare` at this scale."""
+    usual = {"n": setup.scale.samples, "steps": setup.steps(family), "seed": setup.seed, **setup.judging()}
+    usual |= {"length": None if "prompts" in options else setup.length(family)}
+    return compare(family, schedules, **{**usual, **options})
 
 
 def schedules(setup: Setup) -> Result:
@@ -206,14 +209,9 @@ def held_out_rows(setup: Setup, family: Family, text: np.ndarray | None, n: int)
     return drawn.tokens, "samples of the heavy model, as there is no held-out text"
 
 
-def disagreement(setup: Setup) -> Result:
-    """Loss difference and KL by timestep, each model against the heavy one, the twin's baseline taken off."""
-    return curves(setup, setup.family, setup.text)
-
-
 def curves(setup: Setup, family: Family, text: np.ndarray | None, twin: Family | None = None) -> Result:
-    """The same of any family; on its own trajectories where there is no held-out text. Models of `twin` are second
-    seeds of those of the same name."""
+    """Loss difference and KL by timestep, each model against the heavy one, the twin's baseline taken off; on a
+    family's own trajectories where there is no held-out text. Models of `twin` are second seeds of its own."""
     scale, length = setup.scale, setup.length(family)
     options: dict[str, Any] = {"timesteps": scale.timesteps, "sequences": scale.sequences, "progress": setup.progress}
     options |= {"states": "trajectory", "steps": setup.steps(family)} if text is None else {"states": "data"}
@@ -285,10 +283,8 @@ def strides(setup: Setup) -> Result:
     found = judged(setup, [heavy, *tried], n=n, steps=None, rivals=False)
     saved = {row["schedule"]: row["flops_saved"] for row in found["rows"]}
     for text, (kind, j) in tried.items():
-        value, low, high = against(found["contrasts"], text, heavy)
-        span = {"from": 1 - edges[j] / steps, "to": 1 - edges[j + 1] / steps}
-        loss = {"loss": metrics.finite(value), "ci": [metrics.finite(low), metrics.finite(high)]}
-        out.append({"kind": kind, "stretch": j, **span, **loss, "flops_saved": saved[text]})
+        span = {"from": 1 - edges[j] / steps, "to": 1 - edges[j + 1] / steps, "flops_saved": saved[text]}
+        out.append({"kind": kind, "stretch": j, **span, **loss(found, text, heavy)})
     return {"stretches": STRETCHES, "sparse": SPARSE, "n": n, "steps": steps, "rows": out}
 
 
@@ -310,26 +306,30 @@ def on_spaced_plans(setup: Setup, family: Family) -> Result:
         alone = Schedule(tuple(Segment(name, share) for name, share in parts if share)).bind(light, heavy)
         tried[str(alone)] = j
     names = {f"{name} {spacing}": name for name in (*paper.SCHEDULES, *tried)}
-    options = {"n": setup.scale.samples, "length": length, "seed": setup.seed, "rivals": False, **setup.judging()}
-    found = compare(family, list(names), steps=max(1, round(expected_calls(length, spacing))), **options)
+    steps = max(1, round(expected_calls(length, spacing)))
+    found = compared(setup, list(names), family, steps=steps, rivals=False)
     rows = [{**row, "schedule": names[row["schedule"]]} for row in found["rows"] if row["kind"] == "asked"]
-    log_by = {tried[row["schedule"]]: numbers(row["log_ppls"]) for row in rows if row["schedule"] in tried}
-    middle = [STRETCHES // 4 <= j < STRETCHES - STRETCHES // 4 for j in range(STRETCHES)]
-    inside, outside = (np.mean([log_by[j] for j in log_by if middle[j] is part], axis=0) for part in (True, False))
-    out = {key: found[key] for key in ("n", "length", "seed", "light", "heavy", "judge", "recipe")}
-    out |= {"family": family.name, "spacing": str(spacing), "calls": rows[-1]["calls"] / found["n"]}
-    shown = contrasts({"rows": rows})
+    shown = contrasts({"rows": rows}, {"stretches_middle_minus_ends": list(tried)})
     stretches = []
     for row in shown["rows"]:
         if row["schedule"] in tried:
             j = tried[row["schedule"]]
-            value, low, high = (metrics.finite(v) for v in against(shown["contrasts"], row["schedule"], "heavy"))
             span = {"from": 1 - j / STRETCHES, "to": 1 - (j + 1) / STRETCHES, "flops_saved": row["flops_saved"]}
-            stretches.append({"kind": "light", "stretch": j, **span, "loss": value, "ci": [low, high]})
-    seven = [pair for pair in shown["contrasts"] if not {pair["first"], pair["second"]} & set(tried)]
-    out |= {"contrasts": seven, "middle_minus_ends": shown["middle_minus_ends"], "stretches": STRETCHES}
-    out |= {"rows": [row for row in shown["rows"] if row["schedule"] not in tried], "by_stretch": stretches}
-    return {**out, "stretches_middle_minus_ends": paired(inside - outside)}
+            stretches.append({"kind": "light", "stretch": j, **span, **loss(shown, row["schedule"], "heavy")})
+    return {
+        **{key: found[key] for key in ("n", "length", "seed", "light", "heavy", "judge", "recipe")},
+        **{"family": family.name, "spacing": str(spacing), "calls": rows[-1]["calls"] / found["n"]},
+        **{key: value for key, value in shown.items() if key.endswith("middle_minus_ends")},
+        "contrasts": [pair for pair in shown["contrasts"] if not {pair["first"], pair["second"]} & set(tried)],
+        "rows": [row for row in shown["rows"] if row["schedule"] not in tried],
+        **{"stretches": STRETCHES, "by_stretch": stretches},
+    }
+
+
+def loss(found: Result, name: str, other: str) -> Result:
+    """What one schedule loses against another, with its interval."""
+    value, low, high = (metrics.finite(v) for v in against(found["contrasts"], name, other))
+    return {"loss": value, "ci": [low, high]}
 
 
 def spacing_of(family: Family, length: int) -> Spacing:
@@ -354,7 +354,7 @@ def tuner(setup: Setup) -> Result:
     rows = finalists(setup, found)
     if not rows:
         return found
-    heavy = _alone(found["heavy"], found["steps"])
+    heavy = f"{found['heavy']}:{found['steps']}"
     chosen = list(dict.fromkeys([heavy, *(row["schedule"] for row in rows)]))
     setup.note(f"tuner: {len(chosen)} schedules on fresh rows")
     # With steps None each schedule takes its own number, and the first, all-heavy, gives that of the anchors.
@@ -395,22 +395,15 @@ def _single_models(setup: Setup, found: Mapping[str, Any], limit: float) -> list
     """From the heavy model down, each alone in as many steps as a limit allows, to the first that may take all."""
     steps, free_n, rows = int(found["steps"]), np.array([found["length"]]), []
     for name in found["models"][::-1]:
-        price = partial(_price, setup.family, name, free_n)
+        alone = one_model(name)
+        price = partial(expected_flops, setup.family.models, alone, free_n=free_n, length=found["length"])
         if (count := steps_within(price, limit, most=steps)) is not None:
             what = f"{name} alone" + (f" in {count} steps" if count < steps else "")
-            about = {"what": what, "kind": "rival", "schedule": _alone(name, count), "steps": count}
+            about = {"what": what, "kind": "rival", "schedule": f"{name}:{count}", "steps": count}
             rows.append({**about, "saved": 1 - price(count) / found["all_heavy_price"]})
         if count == steps:
             break
     return rows
-
-
-def _price(family: Family, name: str, free_n: np.ndarray, steps: int) -> float:
-    return expected_flops(family.models, one_model(name), steps, free_n, int(free_n[0]))
-
-
-def _alone(model: str, steps: int) -> str:
-    return str(Schedule((Segment(model, steps),)))
 
 
 def _search(setup: Setup, method: str, **options: Any) -> Result:

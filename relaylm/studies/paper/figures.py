@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from relaylm.core.schedule import hand_made
-from relaylm.show.colours import COLOURS, MARKERS
-from relaylm.show.figures import finish, new_figure, reach, save_figure
+from relaylm.show.colours import COLOURS
+from relaylm.show.figures import finish, new_figure, nth, points, reach, save_figure
 from relaylm.studies.paper import numbers as paper
 from relaylm.studies.paper.contrasts import SAMPLERS, against, difference
 
@@ -40,14 +40,14 @@ def bars(panels: Mapping[str, Result], path: Path) -> Path:
         rows = [(by[name], name) for name in paper.SCHEDULES if name in by]
         rows += [(row, "rival") for row in result["rows"] if row.get("kind") == "rival"]
         values = np.array([row["gen_ppl"] for row, _ in rows])
-        low, high = (np.array([row["gen_ppl_ci"][end] or row["gen_ppl"] for row, _ in rows]) for end in (0, 1))
+        below, above = reach(values, [row["gen_ppl_ci"] for row, _ in rows])
+        low, high = values - below, values + above
         for k, (_, kind) in enumerate(rows):
             colour, hatch = LOOK.get(kind, (BLUE, ""))
             axes.bar(k, values[k], color=colour, hatch=hatch, edgecolor="white", linewidth=0.5, width=0.8)
             label = f"{values[k]:.{2 if values[k] < 10 else 1 if values[k] < 100 else 0}f}"
             axes.text(k, high[k], label, ha="center", va="bottom", fontsize=7)
-        error = np.stack([values - low, high - values])
-        axes.errorbar(range(len(rows)), values, yerr=error, fmt="none", ecolor=BLACK, capsize=3, linewidth=1)
+        axes.errorbar(range(len(rows)), values, yerr=[below, above], fmt="none", ecolor=BLACK, capsize=3, linewidth=1)
         steps = int(result["steps"])
         labels = [_rival_label(row) if kind == "rival" else "\n".join(segments(kind, steps)) for row, kind in rows]
         axes.set_xticks(range(len(rows)), labels, fontsize=7)
@@ -70,9 +70,8 @@ def depth_curve(rows: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, 
     figure = new_figure(6.0, 3.0)
     axes = figure.add_subplot()
     found = [against(pairs, row["schedule"], rows[-1]["schedule"]) for row in rows[:-1]] + [(0.0, 0.0, 0.0)]
-    drop, low, high = 100 * np.expm1(np.array(found)).T
-    x = [row["depth"] for row in rows]
-    axes.errorbar(x, drop, yerr=np.stack([drop - low, high - drop]), color=BLUE, marker="o", capsize=3, label="here")
+    drop, *ci = 100 * np.expm1(np.array(found)).T
+    points(axes, [row["depth"] for row in rows], drop, np.transpose(ci), color=BLUE, marker="o", label="here")
     theirs = {d: 100 * (v[0] / paper.DEPTHS[12][0] - 1) for d, v in paper.DEPTHS.items()}
     axes.plot(list(theirs), list(theirs.values()), color=RED, marker="s", linestyle="--", label="paper (OpenWebText)")
     finish(axes, "blocks of the light model (25% sandwich)", "PPL above all-heavy, %")
@@ -107,11 +106,11 @@ def precision_bars(by_steps: Mapping[str, Any], path: Path) -> Path:
     for axes, (steps, found) in zip(panels, by_steps.items(), strict=True):
         for k, (kind, colour, hatch) in enumerate((("exact", BLUE, ""), ("published", BROWN, "//"))):
             pairs = found[kind]["contrasts"]
-            loss, low, high = np.array([against(pairs, name, "heavy") for name in paper.MIXED]).T
+            loss, *ci = np.array([against(pairs, name, "heavy") for name in paper.MIXED]).T
             x = np.arange(len(paper.MIXED)) + 0.4 * k - 0.2
             label = f"{SAMPLERS[kind]}, {difference(pairs, 'sandwich', 'heavy')[2]} samples"
             axes.bar(x, loss, 0.38, color=colour, hatch=hatch, edgecolor="white", label=label)
-            axes.errorbar(x, loss, yerr=np.stack([loss - low, high - loss]), fmt="none", ecolor=BLACK, capsize=2)
+            points(axes, x, loss, np.transpose(ci), fmt="none", ecolor=BLACK, capsize=2)
         extra = [np.log1p(paper.degradation(paper.TABLES[paper.OWT], name)) for name in paper.MIXED]
         axes.plot(range(len(extra)), extra, "D", color=RED, markeredgecolor="white", label="paper, T = 1000")
         axes.set_xticks(range(len(paper.MIXED)), [name.replace("quarter:", "q") for name in paper.MIXED], fontsize=8)
@@ -133,18 +132,17 @@ def precision_levels(by_steps: Mapping[str, Any], path: Path) -> Path:
     for axes, key, label in ((left, "gen_ppl", "Gen. PPL"), (middle, "entropy", "entropy, nats")):
         for k, ((kind, name), (colour, mark, line)) in enumerate(looks.items()):
             rows = [next(r for r in found[kind]["rows"] if r["schedule"] == name) for found in by_steps.values()]
-            value = [row[key] for row in rows]
-            ends = [[row[key] if end is None else end for end in row[f"{key}_ci"]] for row in rows]
-            look: dict[str, Any] = {"color": colour, "marker": mark, "linestyle": line, "capsize": 3}
+            value, ci = ([row[column] for row in rows] for column in (key, f"{key}_ci"))
             x = np.arange(len(rows)) + 0.05 * (k - 1.5)  # side by side, so that intervals do not cover each other
-            axes.errorbar(x, value, yerr=reach(value, ends), label=f"{SAMPLERS[kind]}, all-{name}", **look)
+            label_of = f"{SAMPLERS[kind]}, all-{name}"
+            points(axes, x, value, ci, color=colour, marker=mark, linestyle=line, label=label_of)
         axes.set_xticks(range(len(by_steps)), list(by_steps))
         low, high = axes.get_ylim()
         axes.set_ylim(low, high + 0.2 * (high - low))  # for the legend
         finish(axes, "T", f"{label} (axis does not start at 0)", fontsize=7, ncols=2, loc="upper center")
     for j, (steps, found) in enumerate(by_steps.items()):
         name, kept = list(found["kept_mass"].items())[-1]
-        right.plot(kept["t"], kept["mean"], color=COLOURS[j], marker=MARKERS[j], label=f"T = {steps}, {name}")
+        right.plot(kept["t"], kept["mean"], label=f"T = {steps}, {name}", **nth(j))
     finish(right, "t (1: all masked)", "kept probability mass")
     right.ticklabel_format(useOffset=False)
     return save_figure(figure, path)
@@ -158,15 +156,12 @@ def stretches(result: Result, path: Path) -> Path:
         ("light", BROWN, "o", "light model there", -0.1),
         ("stride", BLUE, "s", f"{result.get('sparse')} times larger steps there", 0.1),
     ):
-        rows = [row for row in result["rows"] if row["kind"] == kind]
-        if not rows:
-            continue
-        x, y = [row["stretch"] + shift for row in rows], np.array([row["loss"] for row in rows], dtype=float)
-        ends = reach(y, [row["ci"] for row in rows])
-        axes.errorbar(x, y, yerr=ends, color=colour, marker=mark, capsize=3, label=label)
-    axes.axhline(0, color=BLACK, linewidth=0.8)
+        if rows := [row for row in result["rows"] if row["kind"] == kind]:
+            x, y = [row["stretch"] + shift for row in rows], np.array([row["loss"] for row in rows], dtype=float)
+            points(axes, x, y, [row["ci"] for row in rows], color=colour, marker=mark, label=label)
     axes.set_xticks(range(result["stretches"]))
-    finish(axes, f"stretch of time (0: masked, {result['stretches'] - 1}: text)", "log-PPL above all-heavy")
+    what = f"stretch of time (0: masked, {result['stretches'] - 1}: text)"
+    finish(axes, what, "log-PPL above all-heavy", zero=BLACK)
     return save_figure(figure, path)
 
 
@@ -177,11 +172,10 @@ def stages(result: Result, path: Path) -> Path:
     pairs = [stage["pair"] for stage in result["stages"]]
     tokens = [(stage["tokens"] or 0) / 1e6 for stage in result["stages"]]
     for k, pair in enumerate(pairs):
-        look = {"color": COLOURS[k % 7], "marker": MARKERS[k % 7], "markersize": 4, "label": f"{tokens[k]:.0f}M tokens"}
-        left.plot(pair["t"], np.array(pair["kl"], dtype=float), **look)
-    peaks = [pair["peak_t"] for pair in pairs]
-    spreads = [[pair["peak_t"] - pair["peak_t_ci"][0], pair["peak_t_ci"][1] - pair["peak_t"]] for pair in pairs]
-    right.errorbar(tokens, peaks, np.maximum(0, np.transpose(spreads)), color=BLUE, marker="o", capsize=3)
+        label = f"{tokens[k]:.0f}M tokens"
+        left.plot(pair["t"], np.array(pair["kl"], dtype=float), markersize=4, label=label, **nth(k))
+    peaks, ci = ([pair[key] for pair in pairs] for key in ("peak_t", "peak_t_ci"))
+    points(right, tokens, peaks, ci, color=BLUE, marker="o")
     if min(tokens) > 0:
         right.set_xscale("log")
     right.set_ylim(0, 1)
@@ -236,16 +230,16 @@ def front(result: Result, path: Path) -> Path:
     for kind, colour, mark, label, shift in kinds:
         rows = [row for row in measured if ("sandwich" if row["what"] == "sandwich" else row["kind"]) == kind]
         x, y = [100 * row["saved"] + shift for row in rows], [row["against_heavy"]["difference"] for row in rows]
-        ends = reach(y, [row["against_heavy"]["ci"] for row in rows])
-        axes.errorbar(x, y, yerr=ends, fmt=mark, color=colour, capsize=2, label=label)
-    points = {
-        key: sorted((100 * row["saved"], row["against_heavy"]["difference"]) for row in measured if row.get(key))
+        ci = [row["against_heavy"]["ci"] for row in rows]
+        points(axes, x, y, ci, fmt=mark, color=colour, capsize=2, label=label)
+    recommended, on_front = (
+        sorted((100 * row["saved"], row["against_heavy"]["difference"]) for row in measured if row.get(key))
         for key in ("recommended", "on_front")
-    }
-    if points["recommended"]:
+    )
+    if recommended:
         ring: dict[str, Any] = {"color": "none", "markeredgecolor": BLACK, "markersize": 12}
-        axes.plot(*zip(*points["recommended"]), "o", label="recommended by the search", **ring)
-    axes.plot(*zip(*points["on_front"]), color="0.5", linewidth=1, label="front")
-    axes.axhline(0, color="0.6", linewidth=0.8)
-    finish(axes, "FLOPs saved against all-heavy, % (kinds drawn side by side)", "log-PPL above all-heavy")
+        axes.plot(*zip(*recommended), "o", label="recommended by the search", **ring)
+    axes.plot(*zip(*on_front), color="0.5", linewidth=1, label="front")
+    what = "FLOPs saved against all-heavy, % (kinds drawn side by side)"
+    finish(axes, what, "log-PPL above all-heavy", zero="0.6")
     return save_figure(figure, path)

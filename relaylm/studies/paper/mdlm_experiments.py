@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +21,11 @@ from relaylm.core.noise import uniforms
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure import metrics
-from relaylm.measure.judge import load_judge, log_perplexity, score
+from relaylm.measure.evaluate import cached, judge_rows
+from relaylm.measure.judge import load_judge, log_perplexity
 from relaylm.measure.provenance import load_record
-from relaylm.measure.store import content_key
 from relaylm.models.denoiser import Transformer, build
+from relaylm.models.family import Family
 from relaylm.sampling import reference
 from relaylm.sampling.engine import settings
 from relaylm.sampling.sample import sample
@@ -33,10 +34,6 @@ from relaylm.studies.bench.published import Side, Window, seconds_of
 from relaylm.studies.paper import numbers as paper
 from relaylm.studies.paper.contrasts import contrasts, numbers
 from relaylm.studies.paper.experiments import Result, Setup, by_share, depth_of, held_out_rows, judged
-
-if TYPE_CHECKING:
-    from relaylm.models.family import Family
-
 
 PUBLISHED_ROWS = 64  # of the wall-clock runs of MDLM's sampler, which is slow; counted for as many as there are
 
@@ -115,33 +112,31 @@ def _published_scores(
     setup: Setup, family: Family, sides: Mapping[str, Side], name: str, steps: int, n: int
 ) -> dict[str, Any]:
     """The judge's sums for n rows of MDLM's sampler, all schedules from the same random numbers; kept in the store."""
-    length, judge, store = setup.length(family), load_judge(setup.judge, family), setup.store if family.digest else None
-    key = content_key("published", family.digest, judge.key, name, steps, n, length, setup.seed, str(family.device))
-    if store is not None and (record := store.get(key)) is not None:
-        return record
-    schedule = Schedule.parse(name).bind(*family.roles())
-    memory = 2**32 if family.device.type == "cuda" else 2**26  # numbers in a B x L x V tensor
-    size = min(n, max(1, memory // (length * family.vocab_size)))
-    options: dict[str, Any] = {"mask_id": family.mask_id, "steps": steps, "device": family.device}
-    tokens = []
-    for first in range(0, n, size):
-        batch, seed = min(size, n - first), setup.seed + first
-        tokens.append(reference.sample_reference(sides, schedule, batch, length, seed=seed, **options).tokens)
-    tokens_nL = np.concatenate(tokens)
-    texts = [] if family.tokenizer is None else [family.tokenizer.decode(row) for row in tokens_nL]
-    scores = score(judge, tokens_nL, texts, recipe=setup.scale.recipe, max_length=family.length)
-    record = {
-        "kind": "published",
-        "schedule": name,
-        "steps": steps,
-        "nll": scores.written_nll_n.tolist(),
-        "count": scores.written_count_n.tolist(),
-        "log_ppl": [metrics.finite(float(v)) for v in log_perplexity(scores)],
-        "entropy": [metrics.token_entropy(row) for row in tokens_nL],
-    }
-    if store is not None:
-        store.put(key, record)
-    return record
+    length, judge, device = setup.length(family), load_judge(setup.judge, family), family.device
+
+    def drawn() -> dict[str, Any]:
+        schedule = Schedule.parse(name).bind(*family.roles())
+        memory = 2**32 if device.type == "cuda" else 2**26  # numbers in a B x L x V tensor
+        size = min(n, max(1, memory // (length * family.vocab_size)))
+        options: dict[str, Any] = {"mask_id": family.mask_id, "steps": steps, "device": device}
+        tokens = []
+        for first in range(0, n, size):
+            batch, seed = min(size, n - first), setup.seed + first
+            tokens.append(reference.sample_reference(sides, schedule, batch, length, seed=seed, **options).tokens)
+        tokens_nL = np.concatenate(tokens)
+        scores = judge_rows(family, judge, tokens_nL, recipe=setup.scale.recipe)
+        return {
+            "kind": "published",
+            "schedule": name,
+            "steps": steps,
+            "nll": scores.written_nll_n.tolist(),
+            "count": scores.written_count_n.tolist(),
+            "log_ppl": [metrics.finite(float(v)) for v in log_perplexity(scores)],
+            "entropy": [metrics.token_entropy(row) for row in tokens_nL],
+        }
+
+    key = ["published", family.digest, judge.key, name, steps, n, length, setup.seed, str(device)]
+    return cached(setup.store if family.digest else None, key, drawn)
 
 
 def kept_mass(family: Family, name: str, steps: int, tokens_nL: np.ndarray, seed: int) -> dict[str, Any]:

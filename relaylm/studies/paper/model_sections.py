@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -14,7 +13,7 @@ from scipy import stats
 from relaylm.show.figures import plot_importance
 from relaylm.studies.paper import figures as draw
 from relaylm.studies.paper import numbers as paper
-from relaylm.studies.paper.claims import above_twin, early_is_robust
+from relaylm.studies.paper.claims import above_twin, curves, early_is_robust, peak
 from relaylm.studies.paper.contrasts import SAMPLERS, against, difference, signed
 from relaylm.studies.paper.document import Block, Figure, Table
 from relaylm.studies.paper.schedule_sections import (
@@ -25,10 +24,10 @@ from relaylm.studies.paper.schedule_sections import (
     in_words,
     percent,
     ppl_text,
+    schedules,
     search,
     seven_table,
     share_table,
-    tables_by_light,
     tuned_table,
 )
 
@@ -83,17 +82,12 @@ def _time_in_words(result: Result, family: Row, size: Row | None) -> str:
     return words
 
 
-def disagreement(result: Result, figures: Path) -> list[Block]:
+def disagreement(result: Result, figures: Path, name: str = "disagreement", caption: str = CURVES) -> list[Block]:
     """Loss difference and KL by timestep."""
-    return _curves(result, figures, "disagreement", CURVES)
-
-
-def _curves(result: Result, figures: Path, name: str, caption: str) -> list[Block]:
     words, rows, peaks = [], [], []
     for pair in result["pairs"]:
-        end = "" if pair["peak_t_relative"] is None else "_relative"
-        t, (low, high) = pair[f"peak_t{end}"], pair[f"peak_t{end}_ci"]
-        if not end or above_twin(pair):
+        t, low, high, relative = peak(pair)
+        if not relative or above_twin(pair):
             peaks.append(t)
             words.append(f"{pair['light']}: t = {t:.2f} ({low:.2f} to {high:.2f})")
         else:
@@ -105,17 +99,12 @@ def _curves(result: Result, figures: Path, name: str, caption: str) -> list[Bloc
             values = {title: f"{pair[key][k]:.5f}" if pair[key] else "" for title, key in columns.items()}
             rows.append({"light": pair["light"], "t": f"{at:.3f}", **values})
     first = result["pairs"][0]
-    base = (
-        "less the KL between two seeds of the heavy model"
-        if first["kl_relative"]
-        else "without a twin of the heavy model"
-    )
+    twin = first["kl_relative"]
+    base = "less the KL between two seeds of the heavy model" if twin else "without a twin of the heavy model"
     if seeds := first.get("kl_light_base"):
         kl, most = max(zip(first["kl"], seeds, strict=True))
-        base += (
-            f"; where {first['light']} is furthest from {first['heavy']}, by {kl:.3f} nats, two seeds of it differ by "
-        )
-        base += f"{most:.3f}"
+        base += f"; where {first['light']} is furthest from {first['heavy']}, by {kl:.3f} nats, "
+        base += f"two seeds of it differ by {most:.3f}"
     where = "held-out text" if result["states"] == "data" else "the heavy model's own trajectories"
     text = f"On {where}, {result['sequences']} rows at each time, {base}. The KL peaks at " + "; ".join(words)
     inside = sum(paper.KL_PEAK[0] <= t <= paper.KL_PEAK[1] for t in peaks)
@@ -127,29 +116,24 @@ def _curves(result: Result, figures: Path, name: str, caption: str) -> list[Bloc
 
 def second_corpus(result: Result, figures: Path) -> list[Block]:
     """Schedules and KL on another corpus."""
-    found = result["schedules"]
+    found, label = result["schedules"], paper.LM1B
     name = found["family"]["name"] or "second corpus"
-    caption = "Perplexity of the seven schedules on the second corpus, as in the paper's Figure 11."
+    bars = "Perplexity of the seven schedules on the second corpus, as in the paper's Figure 11."
+    kl = "KL and loss difference by time on the second corpus, as in the paper's Figure 12."
+    beside = f"Seven schedules on the second corpus, beside the paper's {label}"
     return [
-        f"Family {name}. {about_samples(found)} {in_words(found, paper.LM1B)}",
-        Figure(draw.bars({name: found}, figures / "second-corpus.png"), caption),
-        seven_table(
-            "second-corpus", f"Seven schedules on the second corpus, beside the paper's {paper.LM1B}", found, paper.LM1B
-        ),
-        *_curves(
-            result["disagreement"],
-            figures,
-            "second-corpus-kl",
-            "KL and loss difference by time on the second corpus, as in the paper's Figure 12.",
-        ),
+        f"Family {name}. {about_samples(found)} {in_words(found, label)}",
+        Figure(draw.bars({name: found}, figures / "second-corpus.png"), bars),
+        seven_table("second-corpus", beside, found, label),
+        *disagreement(result["disagreement"], figures, "second-corpus-kl", kl),
     ]
 
 
 def bpe(result: Result, figures: Path) -> list[Block]:
     """Schedules, KL, shares and searches on tokens, as far as they are there."""
     return [
-        *tables_by_light(result["schedules"], figures, "bpe", "The same with a large vocabulary."),
-        *_curves(result["disagreement"], figures, "bpe-kl", CURVES),
+        *schedules(result["schedules"], figures, "bpe", "The same with a large vocabulary."),
+        *disagreement(result["disagreement"], figures, "bpe-kl"),
         *(share_table(result["shares"], "bpe-shares") if "shares" in result else []),
         *(search(result["search"], figures, "bpe-search") if "search" in result else []),
         *(tuned_table(result["tuner"], "bpe-tuner") if "tuner" in result else []),
@@ -168,9 +152,8 @@ def precision(result: Result, figures: Path) -> list[Block]:
         "samplers share none."
     )
     bars = "What light steps cost by where they are, in exact sampling and as MDLM draws."
-    levels = (
-        "Perplexity and entropy in both samplers over the number of steps; right, the mean probability left in play."
-    )
+    levels = "Perplexity and entropy in both samplers over the number of steps; right, the mean probability left in "
+    levels += "play."
     mass = [
         {"T": steps, "model": name}
         | {f"t = {t}": f"{m:.4f} ({low:.4f})" for t, m, low in zip(kept["t"], kept["mean"], kept["low"], strict=True)}
@@ -286,12 +269,8 @@ def training(result: Result, figures: Path) -> list[Block]:
 def where_it_peaks(data: Mapping[str, Result]) -> list[Block]:
     """Every family's and every stage's curve by how much the context leaves open near the text; nothing for fewer than
     three curves."""
-    pairs: list[tuple[str, Row]] = []
-    for name in ("disagreement", "second-corpus", "bpe"):
-        found: Any = data.get(name, {})
-        found = found.get("disagreement", found)
-        if found.get("states") == "data":
-            pairs.append((found["family"]["name"] or name, found["pairs"][0]))
+    found = {name: curve for name, curve in curves(data).items() if curve["states"] == "data"}
+    pairs = [(curve["family"]["name"] or name, curve["pairs"][0]) for name, curve in found.items()]
     pairs += [(stage["family"], stage["pair"]) for stage in data.get("training", {}).get("stages", [])]
     if len(pairs) < 3:
         return []

@@ -31,25 +31,21 @@ from relaylm.studies.paper import model_sections as models
 from relaylm.studies.paper import numbers as paper
 from relaylm.studies.paper import schedule_sections as show
 from relaylm.studies.paper.claims import WORDS, Verdict, verdicts
-from relaylm.studies.paper.document import Block, Board, Figure, Folded, Table, write
-from relaylm.studies.paper.experiments import SCALES, Experiment, Scale, Setup
+from relaylm.studies.paper.document import Block, Board, Folded, Table, write
+from relaylm.studies.paper.experiments import SCALES, Experiment, Need, Scale, Setup
 
 FORMAT = 1  # of an experiment's data
 Data = dict[str, Any]
 
 
-def _needs(what: str, there: Callable[[Setup], bool]) -> Callable[[Setup], str | None]:
-    return lambda setup: None if there(setup) else what
-
-
-TWO = _needs("a family of at least two models", lambda setup: len(setup.family.names) > 1)
-SECOND = _needs("a family of a second corpus (--second)", lambda setup: setup.second is not None)
-TOKENS = _needs("a family with a large vocabulary (--bpe)", lambda setup: setup.bpe is not None)
-MANY_TOKENS = _needs(
+TWO: Need = ("a family of at least two models", lambda setup: len(setup.family.names) > 1)
+SECOND: Need = ("a family of a second corpus (--second)", lambda setup: setup.second is not None)
+TOKENS: Need = ("a family with a large vocabulary (--bpe)", lambda setup: setup.bpe is not None)
+MANY_TOKENS: Need = (
     "a family with a large vocabulary (--bpe): with few symbols float32 cuts nothing off",
     lambda setup: setup.bpe is not None or setup.family.vocab_size > 1000,
 )
-STAGES = _needs("the same pair at two or more stages of training (--stages)", lambda setup: len(setup.stages) > 1)
+STAGES: Need = ("the same pair at two or more stages of training (--stages)", lambda setup: len(setup.stages) > 1)
 SEVEN = f"fig:12b-4b-barplot-perplexity {paper.OWT} app:more_configs"
 SEARCH = "fig:best_worst_barplot fig:top20config_barplot fig:bottom20config_barplot fig:per_segment_ppl_barplot"
 
@@ -64,7 +60,7 @@ EXPERIMENTS = (
     Experiment("prefixes", "Prefix-conditional generation", f"{paper.PREFIX_128} {paper.PREFIX_256}", TWO,
                ours.prefixes, show.prefixes),
     Experiment("disagreement", "Disagreement of models by timestep", "fig:loss_diff fig:kldiv-plot", TWO,
-               ours.disagreement, models.disagreement),
+               lambda setup: ours.curves(setup, setup.family, setup.text), models.disagreement),
     Experiment("second-corpus", "A second corpus, short rows", f"{paper.LM1B} fig:lm1b-kldiv-plot", SECOND,
                ours.second_corpus, models.second_corpus, others=lambda setup: (setup.second,)),
     Experiment("bpe", "Tokens in place of characters", "", TOKENS, ours.bpe, models.bpe, on_tokens=True, edition=2,
@@ -118,13 +114,17 @@ def reproduce(
     folder = expand(out)
     (folder / "data").mkdir(parents=True, exist_ok=True)
     keep = Store(expand(store) if store is not None else folder / "store") if family.digest else None
-    texts = {"text": held_out(family, text), "second_text": held_out(second, None), "bpe_text": held_out(bpe, None)}
-    about: dict[str, Any] = {"second": second, "bpe": bpe, "bpe_twin": bpe_twin, "stages": tuple(stages), **texts}
-    setup = Setup(family, scale, keep, **about, judge=judge, seed=seed, progress=progress, note=note)
+    others: dict[str, Any] = {"second": second, "bpe": bpe, "bpe_twin": bpe_twin, "stages": tuple(stages)}
+    texts: dict[str, Any] = {
+        "text": held_out(family, text),
+        "second_text": held_out(second, None),
+        "bpe_text": held_out(bpe, None),
+    }
+    setup = Setup(family, scale, keep, **others, **texts, judge=judge, seed=seed, progress=progress, note=note)
     done: dict[str, Data] = {}
     chosen = [experiment for experiment in EXPERIMENTS if only is None or experiment.name in only]
     if progress:
-        due = [e.name for e in chosen if e.needs(setup) is None and not _known(e, e.placed(setup), folder)]
+        due = [e.name for e in chosen if e.needs[1](setup) and not _known(e, e.placed(setup), folder)]
         work = _samples(setup)
         announce_samples(family, sum(work[name] for name in due), setup.length(), "--only NAME runs one experiment")
     try:
@@ -141,8 +141,9 @@ def reproduce(
 
 def _run(experiment: Experiment, setup: Setup, folder: Path) -> Data:
     """One experiment, unless it is there already; its data goes to a file."""
-    if (missing := experiment.needs(setup)) is not None:
-        return {"status": "not run", "reason": f"it needs {missing}"}
+    what, there = experiment.needs
+    if not there(setup):
+        return {"status": "not run", "reason": f"it needs {what}"}
     setup = experiment.placed(setup)
     if (known := _known(experiment, setup, folder)) is not None:
         return {"status": "kept", "seconds": known["seconds"]}
@@ -239,23 +240,19 @@ def report(folder: Path, reasons: dict[str, str] | None = None, records: Path | 
     body: list[Block] = []
     shown: dict[str, str] = {}
     for experiment in EXPERIMENTS:
-        name = experiment.name
-        labels = ", ".join(experiment.paper.split())
-        body.append(f"## {experiment.title}")
-        body.append(f"In the paper: {labels}." if labels else "Not in the paper.")
-        missing = own[name]["result"].get("missing") if name in own else None
+        name, labels = experiment.name, ", ".join(experiment.paper.split())
+        body += [f"## {experiment.title}", f"In the paper: {labels}." if labels else "Not in the paper."]
+        missing, why = [], (reasons or {}).get(name)
         if name in own:
-            if missing:
+            if missing := own[name]["result"].get("missing", []):
                 body.append(f"Not in this family: {', '.join(missing)}.")
             body += experiment.show(experiment.completed(own[name]["result"], records), folder / "figures")
             body.append(Folded("How it was made", f"`relaylm reproduce --only {name}`. {_made(own[name])}"))
             shown[name] = "own"
-        why = (reasons or {}).get(name)
         if name in kept and (name not in own or missing):
-            made = (
-                f"**From the results kept with the project.** {_made(kept[name])} Remake it: `{kept[name]['command']}`"
-            )
-            body.append((f"Not run here: {why}. " if why and name not in own else "") + made)
+            before = f"Not run here: {why}. " if why and name not in own else ""
+            before += f"**From the results kept with the project.** {_made(kept[name])}"
+            body.append(f"{before} Remake it: `{kept[name]['command']}`")
             marked = folder / "figures" / "committed"
             marked.mkdir(exist_ok=True)
             blocks = experiment.show(experiment.completed(kept[name]["result"], records), marked)
@@ -270,32 +267,11 @@ def report(folder: Path, reasons: dict[str, str] | None = None, records: Path | 
     judged = judge_all(sources, records)
     committed = [name for name, kind in shown.items() if kind == "committed"]
     blocks = [*_head(own, kept, shown), *_claims(judged, committed), *body, *_slips()]
-    write([_printed(block) for block in blocks], TITLE, folder)
+    write(blocks, "relaylm: the paper's experiments", folder, paper.named)
     claims = [
         {"claim": v.claim.name, "verdict": v.verdict, "findings": [asdict(f) for f in v.findings]} for v in judged
     ]
     return {"report": str(folder / "report.html"), "claims": claims, "shown": shown}
-
-
-TITLE = "relaylm: the paper's experiments"
-
-
-def _printed(block: Block) -> Block:
-    """The block with the paper's labels as the paper prints them."""
-
-    def table(one: Table) -> Table:
-        rows = [[paper.named(cell) for cell in row] for row in one.rows]
-        return replace(one, caption=paper.named(one.caption), rows=rows)
-
-    if isinstance(block, str):
-        return paper.named(block)
-    if isinstance(block, Figure):
-        return replace(block, caption=paper.named(block.caption))
-    if isinstance(block, Table):
-        return table(block)
-    if isinstance(block, Board):
-        return replace(block, claims=table(block.claims), findings=table(block.findings))
-    return replace(block, text=paper.named(block.text))
 
 
 def judge_all(data: dict[str, Data], records: Path | None = None) -> list[Verdict]:
@@ -315,24 +291,18 @@ def _made(data: Data) -> str:
 
 
 def _head(own: dict[str, Data], kept: dict[str, Data], shown: dict[str, str]) -> list[Block]:
-    lines = ["What the paper 'Not All Denoising Steps Are Equal' reports, measured again."]
+    text = "What the paper 'Not All Denoising Steps Are Equal' reports, measured again. "
     if made := list(own.values()) or list(kept.values())[:1]:
         first, machine = made[0], made[0]["machine"]
         if len({(data["command"], data["commit"], data["date"]) for data in made}) == 1:
-            lines.append(f"Command: `{first['command']}`; commit {first['commit'] or 'unknown'}; {first['date']};")
+            text += f"Command: `{first['command']}`; commit {first['commit'] or 'unknown'}; {first['date']}; "
         else:
-            lines.append("Experiments were run apart, and each says by which command and commit, and when;")
-        lines.append(f"seed {first['seed']}; {machine['gpu'] or machine['cpu']}; torch {first['versions']['torch']}.")
-    counts = [
-        f"{sum(v == kind for v in shown.values())} {text}"
-        for kind, text in (("own", "run here"), ("committed", "from kept results"))
-    ]
-    lines.append(f"Experiments: {', '.join(counts)}, {len(NAMES) - len(shown)} not shown. Intervals are 95%;")
-    lines.append(
-        "differences of log-perplexity are paired (the same random numbers in every schedule), so 0.01 is 1% of"
-    )
-    lines.append("perplexity.")
-    return ["# The paper's experiments", " ".join(lines)]
+            text += "Experiments were run apart, and each says by which command and commit, and when; "
+        text += f"seed {first['seed']}; {machine['gpu'] or machine['cpu']}; torch {first['versions']['torch']}. "
+    here, recorded = (list(shown.values()).count(kind) for kind in ("own", "committed"))
+    text += f"Experiments: {here} run here, {recorded} from kept results, {len(NAMES) - len(shown)} not shown. "
+    text += "Intervals are 95%; differences of log-perplexity are paired (the same random numbers in every schedule), "
+    return ["# The paper's experiments", f"{text}so 0.01 is 1% of perplexity."]
 
 
 def _claims(judged: Sequence[Verdict], kept: Sequence[str]) -> list[Block]:

@@ -120,13 +120,10 @@ def in_words(result: Result, label: str | None = None, depth: int | None = None)
 # ------------------------------------------------------------------------------------------------ sections
 
 
-def schedules(result: Result, figures: Path) -> list[Block]:
-    """The seven schedules with each light model."""
-    caption = "Perplexity of the seven schedules with each light model, as in the paper's Figures 1, 7, 8 and 9."
-    return tables_by_light(result, figures, "schedules", caption)
+SEVEN = "Perplexity of the seven schedules with each light model, as in the paper's Figures 1, 7, 8 and 9."
 
 
-def tables_by_light(result: Result, figures: Path, name: str, caption: str) -> list[Block]:
+def schedules(result: Result, figures: Path, name: str = "schedules", caption: str = SEVEN) -> list[Block]:
     """The seven schedules with each light model, the first beside the paper's table."""
     by_light = result["by_light"]
     titles = {f"light {light}, heavy {result['heavy']}, 25% light steps": r for light, r in by_light.items()}

@@ -2,16 +2,18 @@
 
     python -m relaylm.studies.record.bundle runs/wiki-char corpus relaylm/models/families/wiki-char --models 4b,8b,12b
 
-The text is the end of the corpus's held-out part, at most a million characters; nothing of it was trained on.
+The run is what `relaylm train` wrote, the corpus what `relaylm prepare` wrote. The text is the end of the corpus's
+held-out part, at most a million characters; nothing of it was trained on.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Any
 
 from relaylm.models.family import Family
 from relaylm.models.folder import CARD, HELDOUT, save_family
+from relaylm.studies.record.common import command
 from relaylm.train.corpus import TokenFile
 from relaylm.train.family import heldout_text
 from relaylm.train.recipe import load_preset
@@ -19,24 +21,27 @@ from relaylm.train.recipe import load_preset
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="what `relaylm train` wrote")
-    parser.add_argument("corpus", type=Path, help="what `relaylm prepare` wrote")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--models", required=True, help="which models, separated by commas")
-    options = parser.parse_args()
-    family = Family.load(options.run / "family", device="cpu", dtype="float32")
+    models = {"required": True, "help": "which models, separated by commas"}
+    options = command(__doc__, "run corpus out", models=models)
+    folder = Path(options.run) / "family"
+    family = Family.load(folder, device="cpu", dtype="float32")
     names = options.models.split(",")
     others = [f"{d}b" for d in load_preset(family.meta["preset"]["name"]).depths if f"{d}b" not in names]
-    card = (options.run / "family" / CARD).read_text(encoding="utf-8") + (
+    card = (folder / CARD).read_text(encoding="utf-8") + (
         f"\n**In the package**: {', '.join(names)}, the judge, and in `{HELDOUT}` the end of the held-out text, which "
         f"none of them was trained on, under the licence of the text named above. The command also trains "
         f"{', '.join(others)} and a twin of the heaviest, which are not included.\n"
     )
-    about = {"length": family.length, "name": family.name, "judge": family.judge, "card": card, "meta": family.meta}
-    models = {name: family[name] for name in names}
+    about: dict[str, Any] = {
+        "length": family.length,
+        "name": family.name,
+        "judge": family.judge,
+        "card": card,
+        "meta": family.meta,
+    }
     text = heldout_text(TokenFile.load(options.corpus))
-    save_family(options.out, models, family.tokenizer, heldout=text, dtype="bfloat16", overwrite=True, **about)
+    kept = {name: family[name] for name in names}
+    save_family(options.out, kept, family.tokenizer, heldout=text, dtype="bfloat16", overwrite=True, **about)
     size = sum(path.stat().st_size for path in options.out.rglob("*.safetensors"))
     print(f"{options.out}: {size / 1e6:.1f} MB of weights, {len(text):,} characters of held-out text")
 

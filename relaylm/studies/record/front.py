@@ -20,7 +20,6 @@ with spaced sets, too. With `--draw` only the figure is made, OUT.svg.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
@@ -47,9 +46,10 @@ from relaylm.models.family import Family
 from relaylm.sampling.result import reference_flops
 from relaylm.sampling.rules import RULES, level_calls, llada_counts, parse_rule
 from relaylm.sampling.sample import sample
-from relaylm.show.colours import BLACK, BROWN, COLOURS, MARKERS, PINK, RED, VIOLET
-from relaylm.show.figures import finish, new_figure, save_figure
+from relaylm.show.colours import BLACK, BROWN, MARKERS, PINK, RED, VIOLET
+from relaylm.show.figures import finish, new_figure, nth, points, save_figure
 from relaylm.studies.paper.contrasts import paired
+from relaylm.studies.record.common import about, command
 
 SEED = 1000  # of the samples; rows that no search has seen
 TRIED = 32  # rows of a calibrating run
@@ -109,6 +109,11 @@ class Study:
         """Expected operations of a row."""
         return expected_flops(self.family.models, schedule, steps, self.free_n, self.length)
 
+    def flops_of_calls(self, positions_C: np.ndarray) -> float:
+        """Operations of calls of the heavy model, by the positions at which each needs the head."""
+        heavy: Any = self.family[self.heavy]
+        return float(sum(heavy.flops(self.length, k) for k in positions_C.tolist() if k))
+
     def _cost(self, rule: str) -> float:
         """Operations of a row under a rule that looks at the network, measured on a few."""
         tried = min(TRIED, self.n)
@@ -132,34 +137,31 @@ class Study:
         spent = drawn.costs(self.family.names)
         all_heavy = reference_flops(self.family[self.heavy], make_plan(rows, self.length, SEED, given_nL))
         self.log_ppl[cell.label] = log_perplexity(scores)
-        about = figures(self.family, drawn.tokens_nL, scores)
+        quality = figures(self.family, drawn.tokens_nL, scores)
         keep = ("gen_ppl", "gen_ppl_ci", "entropy", "entropy_ci", "word_entropy", "word_entropy_ci")
-        out: dict[str, Any] = {
-            "kind": cell.kind,
-            "label": cell.label,
-            "level": cell.level,
-            "models": str(cell.spec.schedule),
+        return {
+            **{"kind": cell.kind, "label": cell.label, "level": cell.level, "models": str(cell.spec.schedule)},
+            **{"n": rows, "calls": spent["calls"] / rows, "calls_by_model": spent["calls_by_model"]},
+            **{"flops": spent["flops"] / rows, "saved": 1 - spent["flops"] / all_heavy, "seconds": spent["seconds"]},
+            "samples": loss(self.log_ppl, cell.label, self.reference.label),
+            **{key: quality[key] for key in keep if key in quality},
+            "bound": self.bound(cell),
         }
-        out |= {"n": rows, "calls": spent["calls"] / rows, "calls_by_model": spent["calls_by_model"]}
-        out |= {"flops": spent["flops"] / rows, "saved": 1 - spent["flops"] / all_heavy, "seconds": spent["seconds"]}
-        out |= {"samples": loss(self.log_ppl, cell.label, self.reference.label)}
-        out |= {key: about[key] for key in keep if key in about}
-        return {**out, "bound": self.bound(cell)}
 
     def bound(self, cell: Cell) -> dict[str, Any] | None:
         """The likelihood bound of the held-out rows; None where there is none."""
         rule, rows_NL = cell.spec.rule, self.rows_NL
         if rows_NL is None or (rule is not None and not rule.bounded):
             return None
-        used = {name: self.family[name] for name in self.family.names if name in cell.spec.schedule.models}
-        options: dict[str, Any] = {"steps": cell.spec.steps, "rule": rule}
-        options |= {"device": self.family.device, "batch_size": self.batch}
+        schedule, steps = cell.spec.schedule, cell.spec.steps
+        used = {name: self.family[name] for name in self.family.names if name in schedule.models}
+        options: dict[str, Any] = {"seed": SEED, "device": self.family.device, "batch_size": self.batch}
 
         def run() -> dict[str, Any]:
-            found = plan_bound(used, cell.spec.schedule, rows_NL, self.family.mask_id, seed=SEED, **options)
+            found = plan_bound(used, schedule, rows_NL, self.family.mask_id, steps=steps, rule=rule, **options)
             return {"kind": "bound", "nats": found.nats_N.tolist()}
 
-        what = [str(cell.spec.schedule), str(cell.spec.steps), str(rule), SEED, array_hash(rows_NL)]
+        what = [str(schedule), str(steps), str(rule), SEED, array_hash(rows_NL)]
         key = ["bound of a plan", self.family.digest, conditions(self.family, self.batch), *what]
         self.nats[cell.label] = np.array(cached(self.store, key, run)["nats"]) / self.length
         bits = float(self.nats[cell.label].mean()) / math.log(2)
@@ -241,16 +243,13 @@ def rule_spec(study: Study, text: str, steps: int | None = None) -> tuple[str, S
 def dus_flops(study: Study, block: int) -> float:
     """Operations of a row under DUS, which has no chance in it."""
     calls_1L = level_calls(parse_rule(f"dus:{block}"), np.full((1, study.length), -1))
-    sizes = np.bincount(calls_1L[0])[1:].tolist()
-    heavy: Any = study.family[study.heavy]
-    return float(sum(heavy.flops(study.length, size) for size in sizes if size))
+    return study.flops_of_calls(np.bincount(calls_1L[0])[1:])
 
 
 def llada_flops(study: Study, steps: int) -> float:
     """Operations of a row in LLaDA's steps, with the head at every masked position."""
     count_T = llada_counts(study.length, steps)
-    heavy: Any = study.family[study.heavy]
-    return float(sum(heavy.flops(study.length, k) for k in (study.length - count_T.cumsum() + count_T).tolist()))
+    return study.flops_of_calls(study.length - count_T.cumsum() + count_T)
 
 
 def middle_model(family: Family) -> str | None:
@@ -314,19 +313,19 @@ def tuned_cells(study: Study, path: Path, levels: Sequence[float]) -> Iterator[C
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--n", type=int, default=1600, help="samples of a cell")
-    parser.add_argument("--bound-rows", type=int, default=160)
-    parser.add_argument("--levels", default="50,67,80,90,95", help="operations to be saved, per cent")
-    parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}; none for --also alone")
-    parser.add_argument("--few", default=",".join(FEW), help="kinds with a quarter of the samples")
-    parser.add_argument("--also", action="append", default=[], metavar="WHAT", help="schedule, rule or @SEARCH.json")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--store", type=Path, help="samples and bounds (default: OUT.store)")
-    parser.add_argument("--draw", action="store_true", help="only the figure, from what is there")
-    options = parser.parse_args()
+    options = command(
+        __doc__,
+        "family out",
+        n=(1600, "samples of a cell"),
+        bound_rows=160,
+        levels=("50,67,80,90,95", "operations to be saved, per cent"),
+        kinds=(",".join(KINDS), f"of {', '.join(KINDS)}; none for --also alone"),
+        few=(",".join(FEW), "kinds with a quarter of the samples"),
+        also={"action": "append", "default": [], "metavar": "WHAT", "help": "schedule, rule or @SEARCH.json"},
+        device="auto",
+        store=(Path, "samples and bounds (default: OUT.store)"),
+        draw=(False, "only the figure, from what is there"),
+    )
     if options.draw:
         print(draw(json.loads(options.out.read_text()), options.out.with_suffix(".svg")))
         return
@@ -340,30 +339,22 @@ def main() -> None:
     rows_NL = None if text is None or not options.bound_rows else spread_rows(text, family.length, options.bound_rows)
     study = Study(family, options.n, rows_NL, Store(options.store or options.out.with_suffix(".store")))
     study.few = few
-    about: dict[str, Any] = {"family": {"name": family.name, "digest": family.digest}}
-    about |= {
-        "light": study.light,
-        "heavy": study.heavy,
-        "length": study.length,
-        "n": options.n,
-        "seed": SEED,
-        "precision": family.precision,
-    }
-    about |= {"bound_rows": 0 if rows_NL is None else len(rows_NL), "judge": study.judge.name}
+    record = {**about(family), "light": study.light, "heavy": study.heavy, "length": study.length, "n": options.n}
+    record |= {"seed": SEED, "precision": family.precision, "judge": study.judge.name}
+    record["bound_rows"] = 0 if rows_NL is None else len(rows_NL)
     known = json.loads(options.out.read_text()) if options.out.exists() else {}
-    same = all(known.get(key) == value for key, value in about.items())
-    found: dict[tuple[str, str, float | None], dict[str, Any]] = {}
-    if same:
-        found = {(cell["kind"], cell["label"], cell["level"]): cell for cell in known["cells"]}
+    if not all(known.get(key) == value for key, value in record.items()):
+        known = {"cells": [], "commands": []}
+    found = {(cell["kind"], cell["label"], cell["level"]): cell for cell in known["cells"]}
     for cell in cells(study, kinds, levels, options.also):
         began = time.perf_counter()
         row = study.measure(cell)
         sets = next((c["label"] for c in found.values() if (c["kind"], c["level"]) == ("sets", cell.level)), None)
         row["against_sets"] = against_sets(study, cell, sets)
         found[cell.kind, cell.label, cell.level] = row
-        how = {**how_made(family.device), "commands": list(dict.fromkeys([*known.get("commands", [])] if same else []))}
-        how["commands"] += [how["command"]] if how["command"] not in how["commands"] else []
-        write_json(options.out, {**about, **how, "cells": list(found.values())})
+        how = how_made(family.device)
+        how["commands"] = list(dict.fromkeys([*known["commands"], how["command"]]))
+        write_json(options.out, {**record, **how, "cells": list(found.values())})
         print(f"{line(row)}  [{time.perf_counter() - began:.1f} s]", flush=True)
 
 
@@ -380,9 +371,8 @@ def against_sets(study: Study, cell: Cell, sets: str | None) -> dict[str, Any] |
     """What a cell loses against the spaced sets of its level, where this run has them."""
     if sets is None or sets not in study.log_ppl or cell.kind in ("sets", "reference"):
         return None
-    both = cell.label in study.nats and sets in study.nats
-    out = {"label": sets, "samples": loss(study.log_ppl, cell.label, sets)}
-    return {**out, "bound": loss(study.nats, cell.label, sets) if both else None}
+    bound = loss(study.nats, cell.label, sets) if {cell.label, sets} <= study.nats.keys() else None
+    return {"label": sets, "samples": loss(study.log_ppl, cell.label, sets), "bound": bound}
 
 
 def line(row: dict[str, Any]) -> str:
@@ -417,37 +407,33 @@ def draw(result: dict[str, Any], path: Path) -> Path:
             if not rows or y_P.min() > high or y_P.max() < low:
                 outside += [f"{KINDS[kind]}: {y_P.min():+.0f} to {y_P.max():+.0f}"] if rows else []
                 continue
-            ends_P2 = np.array([[y if end is None else end for end in row[part]["ci"]] for y, row in zip(y_P, rows)])
-            colour, marker, style, width = look(kind)
-            axes.errorbar(
-                [1 - row["saved"] for row in rows], y_P, np.abs(ends_P2.T - y_P), color=colour, marker=marker,
-                linestyle=style, linewidth=width, elinewidth=0.8, markersize=3 + width, capsize=2, label=KINDS[kind],
-            )  # fmt: skip
-        axes.text(0.02, 0.98, "\n".join(["off the scale:", *outside][: 99 * len(outside)]), va="top", fontsize=7,
-                  transform=axes.transAxes)  # fmt: skip
-        axes.axhline(0, color=BLACK, linewidth=0.8)
+            x, ci = [1 - row["saved"] for row in rows], [row[part]["ci"] for row in rows]
+            points(axes, x, y_P, ci, label=KINDS[kind], elinewidth=0.8, capsize=2, **look(kind))
+        if outside:
+            axes.text(0.02, 0.98, "\n".join(["off the scale:", *outside]), va="top", size=7, transform=axes.transAxes)
         axes.set_xscale("log")
         axes.set_xlim(0.56, 0.042)
         axes.set_xticks([1 - level for level in TICKS], [f"{level:.0%}" for level in TICKS])
         axes.set_xticks([], minor=True)
         axes.set_ylim(low, high)
         saved = f"FLOPs saved, of {result['heavy']} in T = {result['length']} uniform steps"
-        finish(axes, saved, PARTS[part], legend=False)
+        finish(axes, saved, PARTS[part], legend=False, zero=BLACK)
     handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, loc="outside right upper", frameon=False, fontsize=8)
-    figure.suptitle(f"{result['family']['name']}: what is lost when FLOPs are saved (lower is better)", fontsize=10)
-    return save_figure(figure, path)
+    what = "what is lost when FLOPs are saved (lower is better)"
+    return save_figure(figure, path, f"{result['family']['name']}: {what}")
 
 
-def look(kind: str) -> tuple[str, str, str, float]:
-    """A kind's colour, marker, line and its width: solid for the heavy model, dashed for others, three of them bold."""
+def look(kind: str) -> dict[str, Any]:
+    """How a kind is drawn: solid lines for the heavy model, dashed ones for others, three bold."""
     single = ("sets", "uniform", "surest", "prefix", "dus", "eb", "low-confidence")
-    if kind in single:
-        i = single.index(kind)
-        return COLOURS[i], MARKERS[i], "-", 2.2 if i < 3 else 1.0
     others = {"light-first": VIOLET, "sandwich": BROWN, "light-last": BLACK, "smaller": "0.5", "middle": RED}
     others |= {"tuner": PINK}
-    return others[kind], MARKERS[-1 - list(others).index(kind)], "--", 1.0
+    if kind in others:
+        return {"color": others[kind], "marker": MARKERS[-1 - list(others).index(kind)], "linestyle": "--",
+                "linewidth": 1.0, "markersize": 4.0}  # fmt: skip
+    width = 2.2 if kind in single[:3] else 1.0
+    return {"linewidth": width, "markersize": 3 + width, **nth(single.index(kind))}
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ estimates themselves. It is written after each schedule.
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ import numpy as np
 from relaylm.files import write_json
 from relaylm.harness import model_class
 from relaylm.measure.provenance import how_made
+from relaylm.studies.record.common import about, command
 
 SCHEDULES: tuple[dict[str, Any], ...] = (
     {"schedule": "heavy", "steps": 512},
@@ -29,27 +28,21 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family")
-    parser.add_argument("tasks", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--limit", type=int, help="documents of each task (default: all)")
-    parser.add_argument("--calls", type=int, default=8, help="network calls for one likelihood, about")
-    parser.add_argument("--device", default="auto")
-    options = parser.parse_args()
+    limit = (int, "documents of each task (default: all)")
+    calls = (8, "network calls for one likelihood, about")
+    options = command(__doc__, "family tasks out", limit=limit, calls=calls, device="auto")
 
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=str(options.tasks), include_defaults=False)
+    manager = TaskManager(include_path=options.tasks, include_defaults=False)
     found: list[dict[str, Any]] = []
     for chosen in SCHEDULES:
         began = time.perf_counter()
         model = model_class()(family=options.family, calls=options.calls, device=options.device, **chosen)
         names = list(manager.all_tasks)
         got = simple_evaluate(model, tasks=names, task_manager=manager, limit=options.limit, log_samples=False)
-        scheduled = model.scheduled
-        errors = [error for error in scheduled.standard_errors if error > 0]
+        errors = [error for error in model.scheduled.standard_errors if error > 0]
         scores = {name: {k: v for k, v in got["results"][name].items() if "," in k} for name in sorted(got["results"])}
         found.append(
             {
@@ -61,9 +54,9 @@ def main() -> None:
             }
         )
         print(found[-1], flush=True)
-        about = {"family": {"name": scheduled.family.name, "digest": scheduled.family.digest}, "seed": scheduled.seed}
-        about |= {"calls": options.calls, "limit": options.limit, "lm_eval": got["lm_eval_version"]}
-        write_json(options.out, {**about, **how_made(scheduled.family.device), "schedules": found})
+        family = model.scheduled.family
+        record = {**about(family), "calls": options.calls, "limit": options.limit, "lm_eval": got["lm_eval_version"]}
+        write_json(options.out, {**record, **how_made(family.device), "schedules": found})
 
 
 if __name__ == "__main__":

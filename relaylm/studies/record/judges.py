@@ -11,9 +11,7 @@ Shapes: S schedules, n rows that both judges could score.
 
 from __future__ import annotations
 
-import argparse
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,33 +24,22 @@ from relaylm.measure.provenance import how_made
 from relaylm.models.family import Family
 from relaylm.studies.paper import numbers as paper
 from relaylm.studies.paper.contrasts import numbers, sign
+from relaylm.studies.record.common import about, command
 
 ROWS = 400  # of each schedule
 
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family")
-    parser.add_argument("judge")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--store")
-    options = parser.parse_args()
+    options = command(__doc__, "family judge out", store=str)
     family = Family.load(options.family)
-    shared: dict[str, Any] = {"store": options.store, "rivals": False, "any_device": True}
     tables = {
-        name: compare(family, paper.SCHEDULES, ROWS, judge=judge, **shared)
+        name: compare(family, paper.SCHEDULES, ROWS, judge=judge, store=options.store, rivals=False, any_device=True)
         for name, judge in (("own", None), ("other", options.judge))
     }
     result = agreement(tables)
-    about = {
-        "what": "the seven hand-made schedules under two judges: mean log-perplexity of the same samples",
-        "family": {"name": family.name, "digest": family.digest},
-        "seed": 0,
-        "n": ROWS,
-        **how_made(family.device),
-    }
-    write_json(options.out, {**about, **result})
+    what = "the seven hand-made schedules under two judges: mean log-perplexity of the same samples"
+    write_json(options.out, {"what": what, **about(family), "n": ROWS, **how_made(family.device), **result})
     tau = result["kendall_tau"]
     print(f"Kendall's tau {tau['value']:.2f} ({tau['ci'][0]:.2f} to {tau['ci'][1]:.2f})")
 

@@ -9,20 +9,18 @@ OUT/lengths.json has the numbers, OUT/lengths.png shows them.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from relaylm.errors import UserError
 from relaylm.files import write_json
-from relaylm.measure.likelihood import held_out, spread_rows
+from relaylm.measure.likelihood import spread_rows
 from relaylm.measure.provenance import how_made
 from relaylm.models.family import Family
 from relaylm.search.search import search
-from relaylm.show.colours import COLOURS, MARKERS
-from relaylm.show.figures import finish, new_figure, reach, save_figure
+from relaylm.show.figures import finish, new_figure, nth, points, save_figure
+from relaylm.studies.record.common import about, command, text_of
 
 SAVED = 1 / 6
 LENGTHS = (32, 64, 128, 256, 512, 1024)
@@ -35,23 +33,17 @@ KINDS = {
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--symbols", type=int, default=16384, help="of held-out text at each length")
-    options = parser.parse_args()
+    symbols = (16384, "of held-out text at each length")
+    options = command(__doc__, "family out", device="auto", symbols=symbols)
     family = Family.load(options.family, device=options.device)
-    if (text := held_out(family)) is None:
-        raise UserError(f"{options.family} has no held-out text beside it (heldout.txt)")
-    found = []
+    text, found = text_of(family, options.family), []
     for length in (length for length in LENGTHS if length <= family.length):
         rows_NL = spread_rows(text, length, options.symbols // length)
         result = search(family, budget=SAVED, quick=True, length=length, text=rows_NL, progress=True)
         found.append({"length": length, "rows": len(rows_NL), **picked(result)})
         print(length, {kind: found[-1][kind]["schedule"] for kind in KINDS}, flush=True)
-    about = {"family": {"name": family.name, "digest": family.digest}, "seed": 0, "saved": SAVED}
-    write_json(options.out / "lengths.json", {**about, **how_made(family.device), "lengths": found})
+    record = {**about(family), "saved": SAVED, **how_made(family.device), "lengths": found}
+    write_json(options.out / "lengths.json", record)
     draw(found, options.out / "lengths.png")
 
 
@@ -59,14 +51,12 @@ def picked(result: dict[str, Any]) -> dict[str, Any]:
     """Of a quick search, the schedule of each kind and its nats a token above all-heavy."""
     kinds = {}
     for row in result["bounds"]:
-        segments = row["schedule"].split()
+        segments, loss = row["schedule"].split(), row["against_heavy"]
         is_first = row["what"] == "light first, then fewer steps" and "@12.5%" in segments[0]
         alone = len(segments) == 1 and segments[0].startswith(f"{result['heavy']}:") and row["steps"] < result["steps"]
-        kind = "sandwich" if row["what"] == "sandwich" else "first" if is_first else "steps" if alone else None
-        if kind is not None:
-            against = row["against_heavy"]
-            about = {key: row[key] for key in ("schedule", "saved")}
-            kinds[kind] = {**about, "loss": against["difference"], "ci": against["ci"]}
+        if kind := "sandwich" if row["what"] == "sandwich" else "first" if is_first else "steps" if alone else "":
+            kinds[kind] = {"schedule": row["schedule"], "saved": row["saved"]}
+            kinds[kind] |= {"loss": loss["difference"], "ci": loss["ci"]}
     return kinds
 
 
@@ -75,16 +65,12 @@ def draw(found: list[dict[str, Any]], file: Path) -> None:
     figure = new_figure(6.4, 4.0)
     axes = figure.subplots()
     for k, (kind, label) in enumerate(KINDS.items()):
-        loss = 100 * np.array([row[kind]["loss"] for row in found])
-        ends = reach(loss, 100 * np.array([row[kind]["ci"] for row in found]))
-        x = [row["length"] * 1.03 ** (k - 1) for row in found]
-        axes.errorbar(x, loss, ends, color=COLOURS[k], marker=MARKERS[k], capsize=3, label=label)
-    axes.axhline(0, color="grey", linewidth=1)
+        loss, ci = (100 * np.array([row[kind][key] for row in found]) for key in ("loss", "ci"))
+        points(axes, [row["length"] * 1.03 ** (k - 1) for row in found], loss, ci, label=label, **nth(k))
     axes.set_xscale("log", base=2)
     axes.set_xticks([row["length"] for row in found], [str(row["length"]) for row in found])
-    axes.set_title("a sixth of the FLOPs saved", fontsize=9)
-    finish(axes, "positions, and steps", "bound above all-heavy,\nhundredths of a nat a symbol")
-    save_figure(figure, file)
+    finish(axes, "positions, and steps", "bound above all-heavy,\nhundredths of a nat a symbol", zero="grey")
+    save_figure(figure, file, "a sixth of the FLOPs saved")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,8 @@ rows, plans and seeds. Run again, what is in FOLDER is not trained again.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,6 +24,7 @@ from relaylm.measure.provenance import how_made
 from relaylm.models.denoiser import Denoiser, Transformer
 from relaylm.models.family import Family
 from relaylm.sampling.sample import sample
+from relaylm.studies.record.common import about, command
 from relaylm.train.corpus import TokenFile
 from relaylm.train.family import averaged_network
 from relaylm.train.lighten import lighten
@@ -35,18 +34,14 @@ from relaylm.train.run import CHECKPOINT, train_model
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family")
-    parser.add_argument("corpus")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=64, help="held-out rows for the bounds")
-    parser.add_argument("-n", type=int, default=32, help="samples of each schedule")
-    parser.add_argument("--spacing", default="16")
-    options = parser.parse_args()
+    options = command(
+        __doc__,
+        "family corpus out",
+        work={"type": Path, "required": True},
+        **{"blocks": 4, "steps": 100, "batch": 4, "spacing": "16"},
+        rows=(64, "held-out rows for the bounds"),
+        n=(32, "samples of each schedule"),
+    )
     own = Family.load(options.family)
     if (text := held_out(own)) is None or own.judge is None:
         raise UserError(f"{options.family} has no held-out text or no judge beside it")
@@ -55,10 +50,10 @@ def main() -> None:
         options.family, options.corpus, options.work / "sibling", options.blocks, steps=options.steps, **warm
     )
     family = Family.load(folder)
-    about, heavy = family.meta["lightened"], family[family.heavy]
+    made, heavy = family.meta["lightened"], family[family.heavy]
     assert isinstance(heavy, Transformer)
-    models: dict[str, Denoiser] = {"sibling": family[about["model"]], family.heavy: heavy}
-    trained = {"sibling": about["summary"]}
+    models: dict[str, Denoiser] = {"sibling": family[made["model"]], family.heavy: heavy}
+    trained = {"sibling": made["summary"]}
     shape = replace(heavy.architecture, depth=options.blocks)
     corpus = TokenFile.load(options.corpus)
     for times in (1, 10):
@@ -67,8 +62,8 @@ def main() -> None:
         trained[name] = train_model(corpus, options.work / name, shape, recipe, label=name)
         models[name] = averaged_network(options.work / name / CHECKPOINT, shape)
     models |= {name: own[name] for name in own.names if getattr(own[name], "depth", 0) == options.blocks}
-    rows = spread_rows(text, own.length, options.rows)
-    bounds = {name: bound(model, rows, mask_id=own.mask_id).to_json() for name, model in models.items()}
+    rows_NL = spread_rows(text, own.length, options.rows)
+    bounds = {name: bound(model, rows_NL, mask_id=own.mask_id).to_json() for name, model in models.items()}
     together = Family(models, own.mask_id, own.vocab_size, own.length, own.tokenizer, heavy=family.heavy)
     lights = [name for name in models if name != family.heavy]
     schedules = [f"{name} spaced:{options.spacing}" for name in models]
@@ -80,10 +75,9 @@ def main() -> None:
         words = float(np.mean([word_entropy(text) for text in drawn.texts]))
         quality = perplexity(scores.written_nll_n, scores.written_count_n)
         found.append({"schedule": schedule, "flops": drawn.cost.flops, **quality, "word_entropy": words})
-    kept = {key: about[key] for key in ("of", "choice")}
-    result: dict[str, Any] = {"family": {"name": own.name, "digest": own.digest}, "blocks": options.blocks, **kept}
-    result |= {"spacing": options.spacing, "n": options.n, "training": trained, "bounds": bounds, "samples": found}
-    write_json(options.out, {**how_made(own.device), "seed": 0, **result})
+    result = {**about(own), "blocks": options.blocks, "of": made["of"], "choice": made["choice"], "n": options.n}
+    result |= {"spacing": options.spacing, "training": trained, "bounds": bounds, "samples": found}
+    write_json(options.out, {**how_made(own.device), **result})
 
 
 if __name__ == "__main__":

@@ -8,38 +8,26 @@ shape (tests); how many are at these different shapes is recorded.
 
 from __future__ import annotations
 
-import argparse
 import math
-from pathlib import Path
-from typing import Any
 
 from relaylm.files import write_json
 from relaylm.measure.provenance import how_made
 from relaylm.models.family import Family
 from relaylm.sampling.sample import sample
+from relaylm.studies.record.common import about, command
 
 
 def main() -> None:
     """Measure, and write OUT.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--model")
-    parser.add_argument("--windows", default="4,8,16")
-    parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--steps", type=float, default=math.inf)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto")
-    options = parser.parse_args()
+    flags = {"windows": "4,8,16", "rows": 1, "steps": math.inf, "seed": 0, "device": "auto"}
+    options = command(__doc__, "family out", model=str, **flags)
     family = Family.load(options.family, device=options.device)
     model, n = options.model or family.roles()[1], options.rows
-    same: dict[str, Any] = {"steps": options.steps, "seed": options.seed}
-    plain = sample(family, model, n, batch_size=n, **same)
-    first = {"window": 1, "rounds": plain.cost.network_calls, "calls": plain.cost.total_calls}
-    found: list[dict[str, Any]] = [{**first, "milliseconds": 1e3 * plain.cost.seconds}]
-    for window in map(int, options.windows.split(",")):
-        ahead = sample(family, model, n, parallel=window, **same)
-        alike = float((ahead.tokens == plain.tokens).mean())
+    steps = options.steps if math.isinf(options.steps) else int(options.steps)
+    plain = sample(family, model, n, batch_size=n, steps=steps, seed=options.seed)
+    found = []
+    for window in (1, *map(int, options.windows.split(","))):
+        ahead = sample(family, model, n, parallel=window, steps=steps, seed=options.seed) if window > 1 else plain
         found.append(
             {
                 "window": window,
@@ -47,15 +35,13 @@ def main() -> None:
                 "calls": ahead.cost.total_calls,
                 "work": ahead.cost.total_calls / plain.cost.total_calls,
                 "milliseconds": 1e3 * ahead.cost.seconds,
-                "same_tokens_as_at_batch_1": alike,
+                "same_tokens_as_at_batch_1": float((ahead.tokens == plain.tokens).mean()),
             }
         )
         print(found[-1], flush=True)
-    about = {"family": {"name": family.name, "digest": family.digest}, "model": model, "rows": n, "seed": options.seed}
-    steps = "inf" if math.isinf(options.steps) else int(options.steps)
-    write_json(
-        options.out, {**about, "steps": steps, "length": family.length, **how_made(family.device), "runs": found}
-    )
+    record = {**about(family), "model": model, "rows": n, "seed": options.seed, "length": family.length}
+    record["steps"] = "inf" if math.isinf(steps) else steps
+    write_json(options.out, {**record, **how_made(family.device), "runs": found})
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ OUT/store, so that the same command resumes. With `--draw` only the figures are 
 
 from __future__ import annotations
 
-import argparse
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -29,43 +29,43 @@ from relaylm.measure.provenance import how_made
 from relaylm.measure.store import Store
 from relaylm.models.family import Family
 from relaylm.search.search import search
-from relaylm.show.colours import COLOURS, MARKERS
-from relaylm.show.figures import finish, new_figure, save_figure
+from relaylm.show.figures import finish, new_figure, nth, reach, save_figure
 from relaylm.show.search import plot_search
 from relaylm.studies.paper.contrasts import numbers, paired
+from relaylm.studies.record.common import about, command
 
 FRESH_SEED = 1000
 
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--only", choices=("two", "all"), help="one of the questions")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="T (default: as many as positions)")
-    parser.add_argument("--n", type=int, default=160, help="rows of each of the 210; the tuner's calls follow from it")
-    parser.add_argument("--fresh", type=int, default=1600, help="rows of the comparisons")
-    parser.add_argument("--draw", action="store_true", help="only the figures, from what is there")
-    options = parser.parse_args()
+    options = command(
+        __doc__,
+        "family out",
+        device="auto",
+        only={"choices": ("two", "all"), "help": "one of the questions"},
+        seeds=5,
+        steps=(int, "T (default: as many as positions)"),
+        n=(160, "rows of each of the 210; the tuner's calls follow from it"),
+        fresh=(1600, "rows of the comparisons"),
+        draw=(False, "only the figures, from what is there"),
+    )
     file = options.out / "search.json"
     if not options.draw:
         family = Family.load(options.family, device=options.device)
         options.steps = options.steps or family.length
-        about = {"family": {"name": family.name, "digest": family.digest}, "seed": 0, "fresh_seed": FRESH_SEED}
-        about |= {"steps": options.steps, "n": options.n, "fresh": options.fresh}
+        record = {**about(family), "fresh_seed": FRESH_SEED, "steps": options.steps}
+        record |= {"n": options.n, "fresh": options.fresh}
         known = json.loads(file.read_text()) if file.is_file() else {}
-        kept = {name: known[name] for name in ("two", "all") if name in known}
+        record |= {name: known[name] for name in ("two", "all") if name in known}
         for name, question in (("two", two_models), ("all", all_models)):
             if options.only in (None, name):
-                kept[name] = question(family, options)
-                write_json(file, {**about, **how_made(family.device), **kept})
+                record[name] = question(family, options)
+                write_json(file, {**how_made(family.device), **record})
     draw(options.out)
 
 
-def found_by(family: Family, options: argparse.Namespace, label: str, method: str, **question: Any) -> dict[str, Any]:
+def found_by(family: Family, options: Namespace, label: str, method: str, **question: Any) -> dict[str, Any]:
     """A search, through the store; all of its result goes to a file."""
     store = Store(options.out / "store" / label)
     result = search(family, method, steps=options.steps, store=store, progress=True, **question)
@@ -74,10 +74,9 @@ def found_by(family: Family, options: argparse.Namespace, label: str, method: st
     return result
 
 
-def log_ppls(family: Family, options: argparse.Namespace, schedules: list[str]) -> dict[str, np.ndarray]:
+def log_ppls(family: Family, options: Namespace, schedules: list[str]) -> dict[str, np.ndarray]:
     """Log-perplexity of each fresh row under each schedule, paired."""
-    unique = list(dict.fromkeys(schedules))
-    store = Store(options.out / "store" / "fresh")
+    unique, store = list(dict.fromkeys(schedules)), Store(options.out / "store" / "fresh")
     # With steps None each schedule takes its own number, and the first gives that of the anchors.
     result = compare(family, unique, options.fresh, seed=FRESH_SEED, rivals=False, store=store, progress=True)
     return {name: numbers(row["log_ppls"]) for name, row in zip(unique, result["rows"], strict=False)}
@@ -88,12 +87,12 @@ def mean_ppl(log_n: np.ndarray) -> float:
     return float(np.nanmean(np.exp(log_n)))
 
 
-def _rows(options: argparse.Namespace) -> int:
+def _rows(options: Namespace) -> int:
     """The calls of the tuner, in samples: just under a tenth of 210 schedules."""
     return 20 * options.n + 5 * options.n // 8
 
 
-def two_models(family: Family, options: argparse.Namespace) -> dict[str, Any]:
+def two_models(family: Family, options: Namespace) -> dict[str, Any]:
     """The first question."""
     light, heavy = family.roles()
     question: dict[str, Any] = {"light_segments": 4, "models": [light, heavy]}
@@ -131,7 +130,7 @@ def two_models(family: Family, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def all_models(family: Family, options: argparse.Namespace) -> list[dict[str, Any]]:
+def all_models(family: Family, options: Namespace) -> list[dict[str, Any]]:
     """The second question."""
     found = []
     for saved in (1 / 6, 1 / 3, 1 / 2):
@@ -172,16 +171,15 @@ def draw(out: Path) -> None:
         return
     figure = new_figure(4.6 * len(budgets), 0.9 + 0.33 * max(len(budget["rows"]) for budget in budgets))
     ends = [100 * end for budget in budgets for row in budget["rows"] for end in row["against_heavy"]["ci"]]
-    looks = {kind: (COLOURS[k], MARKERS[k]) for k, kind in enumerate(("mixed", "rival", "sandwich"))}
+    looks = {kind: nth(k) for k, kind in enumerate(("mixed", "rival", "sandwich"))}
     for axes, budget in zip(figure.subplots(1, len(budgets), squeeze=False)[0], budgets, strict=True):
         for k, row in enumerate(budget["rows"]):
-            value, (low, high) = 100 * row["against_heavy"]["difference"], row["against_heavy"]["ci"]
-            colour, marker = looks["sandwich" if row["what"] == "sandwich" else row["kind"]]
-            reach = [[value - 100 * low], [100 * high - value]]
-            axes.errorbar(value, k, xerr=reach, color=colour, marker=marker, capsize=3)
+            value, ci = 100 * row["against_heavy"]["difference"], 100 * np.array(row["against_heavy"]["ci"])
+            look = looks["sandwich" if row["what"] == "sandwich" else row["kind"]]
+            axes.errorbar(value, k, xerr=reach(value, ci), capsize=3, **look)
             label = f"{'mixed: ' if row['kind'] == 'mixed' else ''}{row['what']}{' *' if row['recommended'] else ''}"
             where: dict[str, Any] = {"xytext": (4, -3), "textcoords": "offset points", "fontsize": 7}
-            axes.annotate(f"{label}, {row['saved']:.0%} saved", (100 * high, k), **where)
+            axes.annotate(f"{label}, {row['saved']:.0%} saved", (ci[1], k), **where)
         axes.set_yticks([])
         axes.set_ylim(len(budget["rows"]) - 0.5, -0.5)
         axes.set_xlim(min(0.0, *ends) - 0.5, 1.9 * max(ends))  # the labels stand on the right

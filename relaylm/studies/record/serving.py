@@ -10,7 +10,6 @@ arrivals at a share of the saturated rate, memory over many small requests.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -22,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -31,13 +31,14 @@ from urllib.request import urlopen
 import numpy as np
 import torch
 
-from relaylm.files import atomic_write
+from relaylm.files import write_json
 from relaylm.measure.provenance import how_made
 from relaylm.models.denoiser import Architecture
 from relaylm.models.family import Family
 from relaylm.models.folder import save_family
 from relaylm.sampling.sample import sample
 from relaylm.studies.bench.published import random_network
+from relaylm.studies.record.common import command
 
 CLIENTS = 64
 
@@ -55,8 +56,8 @@ def served(*words: str) -> Iterator[tuple[str, int]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "relaylm", "serve", "--port", str(port), *words]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    line = [sys.executable, "-m", "relaylm", "serve", "--port", str(port), *words]
+    process = subprocess.Popen(line, stderr=subprocess.DEVNULL)
     try:
         address = f"http://127.0.0.1:{port}"
         while True:
@@ -247,19 +248,14 @@ def memory(address: str, pid: int, requests: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out")
-    parser.add_argument("--family", default="wiki-char", help="`random`: 12 and 4 blocks, 768 wide, L = 1024")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--spacing")
-    parser.add_argument("--schedule", default="sandwich:50%")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--each", type=int, default=3, help="requests of each client in a round, at least 3")
-    parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--small-requests", type=int, default=10_000)
-    args = parser.parse_args()
+    args = command(
+        __doc__,
+        "out",
+        family=("wiki-char", "`random`: 12 and 4 blocks, 768 wide, L = 1024"),
+        **{"device": "cpu", "length": 64, "steps": int, "spacing": str, "schedule": "sandwich:50%"},
+        **{"rounds": 3, "each": (3, "requests of each client in a round, at least 3")},
+        **{"requests": 100, "small_requests": 10_000},
+    )
     ways = {name: getattr(args, name) for name in ("steps", "spacing") if getattr(args, name) is not None}
     fields = {"length": args.length, **(ways or {"steps": args.length}), "schedule": args.schedule}
     with tempfile.TemporaryDirectory() as folder:
@@ -267,10 +263,10 @@ def main() -> None:
         measured = under_load(name, fields, args)
     seed = "the number of the round (saturation), of the request (latency, memory)"
     record = {"seed": seed, "request": fields, "family": args.family, **measured}
-    atomic_write(Path(args.out), json.dumps({**how_made(torch.device(args.device)), **record}, indent=1) + "\n")
+    write_json(args.out, {**how_made(torch.device(args.device)), **record})
 
 
-def under_load(name: str, fields: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+def under_load(name: str, fields: dict[str, Any], args: Namespace) -> dict[str, Any]:
     """Everything that is measured, with a server for the load and, if it is wanted, one for the memory."""
     family, words = Family.load(name, device=args.device), ("--family", name, "--device", args.device)
     with served(*words) as (address, pid):

@@ -10,8 +10,6 @@ and, where the package is installed, MAUVE against other rows of the held-out te
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,40 +20,31 @@ from relaylm.files import write_json
 from relaylm.measure import metrics
 from relaylm.measure.evaluate import figures, judge_rows, texts_of
 from relaylm.measure.judge import Judge, features, load_judge
-from relaylm.measure.likelihood import held_out, spread_rows
+from relaylm.measure.likelihood import spread_rows
 from relaylm.measure.provenance import how_made
 from relaylm.models.family import Family
 from relaylm.sampling.sample import sample
+from relaylm.studies.record.common import about, command, text_of
 
 LABELS = {"own": "own judge", "other": "other judge"}
 
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--judge", help="hf:NAME or gguf:PATH")
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--uniform-rows", type=int, default=16)
-    parser.add_argument("--device", default="auto")
-    options = parser.parse_args()
+    judge = (str, "hf:NAME or gguf:PATH")
+    options = command(__doc__, "family out", judge=judge, rows=64, uniform_rows=16, device="auto")
     family = Family.load(options.family, device=options.device)
-    if (text := held_out(family)) is None:
-        raise UserError(f"{options.family} has no held-out text beside it (heldout.txt)")
-    judges = {"own": load_judge("own", family)} | (
-        {"other": load_judge(options.judge, family)} if options.judge else {}
-    )
-    real_nL = spread_rows(text, family.length, 2 * options.rows)
+    asked = {"own": "own"} | ({"other": options.judge} if options.judge else {})
+    judges = {name: load_judge(source, family) for name, source in asked.items()}
+    real_nL = spread_rows(text_of(family, options.family), family.length, 2 * options.rows)
     rows_nL, reference_nL = real_nL[::2], real_nL[1::2]
-    about = {"family": {"name": family.name, "digest": family.digest}, "seed": 0, **how_made(family.device)}
-    about["judges"] = {LABELS[name]: judge.name for name, judge in judges.items()}
-    found: list[dict[str, Any]] = []
+    record = {**about(family), **how_made(family.device)}
+    record |= {"judges": {LABELS[name]: judge.name for name, judge in judges.items()}, "texts": []}
     for label, tokens_nL, calls in kinds(family, rows_nL, options.uniform_rows):
-        found.append({"text": label, "n": len(tokens_nL), "calls": calls})
-        found[-1] |= described(family, judges, tokens_nL, reference_nL)
-        print(found[-1], flush=True)
-        write_json(options.out, {**about, "texts": found})
+        found = {"text": label, "n": len(tokens_nL), "calls": calls}
+        record["texts"].append(found | described(family, judges, tokens_nL, reference_nL))
+        print(record["texts"][-1], flush=True)
+        write_json(options.out, record)
 
 
 def kinds(family: Family, real_nL: np.ndarray, uniform_rows: int) -> Any:
@@ -88,18 +77,14 @@ def described(
     family: Family, judges: dict[str, Judge], tokens_nL: np.ndarray, reference_nL: np.ndarray
 ) -> dict[str, Any]:
     """Perplexities under the judges, and what else is measured of texts."""
-    out: dict[str, Any] = {}
-    for name, judge in judges.items():
-        scores = judge_rows(family, judge, tokens_nL)
-        if not out:
-            out |= {key: value for key, value in figures(family, tokens_nL, scores).items() if "ppl" not in key}
-        out[LABELS[name]] = metrics.perplexity(scores.written_nll_n, scores.written_count_n)
+    scores = {name: judge_rows(family, judge, tokens_nL) for name, judge in judges.items()}
+    out = {key: value for key, value in figures(family, tokens_nL, scores["own"]).items() if "ppl" not in key}
+    out |= {LABELS[name]: metrics.perplexity(s.written_nll_n, s.written_count_n) for name, s in scores.items()}
     try:
         metrics.mauve_package()
     except UserError:
         return out | {"mauve": None}
-    judge = judges.get("other", judges["own"])
-    n = min(len(tokens_nL), len(reference_nL))
+    judge, n = judges.get("other", judges["own"]), min(len(tokens_nL), len(reference_nL))
     sides = [features(judge, side_nL, texts_of(family, side_nL)) for side_nL in (tokens_nL[:n], reference_nL[:n])]
     return out | {"mauve": metrics.mauve(*sides)}
 

@@ -5,7 +5,6 @@ python -m relaylm.studies.record.throughput PRESET OUT.json [--depth 12] [--voca
 
 from __future__ import annotations
 
-import argparse
 import time
 from contextlib import closing
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from relaylm.files import write_json
 from relaylm.measure.provenance import how_made
 from relaylm.measure.timing import wait
 from relaylm.models.family import pick_device
+from relaylm.studies.record.common import command
 from relaylm.train.corpus import TokenFile, token_dtype
 from relaylm.train.objective import Batches
 from relaylm.train.recipe import Preset, load_preset, override
@@ -43,10 +43,8 @@ def throughput(
     chosen = override(preset, **overrides) if isinstance(preset, Preset) else load_preset(preset, **overrides)
     shape = chosen.architecture(depth or max(chosen.depths), vocab_size, vocab_size - 1, causal)
     recipe, length = chosen.recipe, chosen.length
-    rng = np.random.default_rng(0)
-    text = rng.integers(0, vocab_size - 1, size=64 * recipe.batch * length // 8 + 2 * length).astype(
-        token_dtype(vocab_size)
-    )
+    tokens = 64 * recipe.batch * length // 8 + 2 * length
+    text = np.random.default_rng(0).integers(0, vocab_size - 1, size=tokens).astype(token_dtype(vocab_size))
     corpus = TokenFile(Path("."), {"vocab_size": vocab_size, "mask_id": vocab_size - 1, "length": None}, text, text[:0])
     with world(device) as where:
         trainer = Trainer(shape, recipe, recipe.seed, where)
@@ -92,13 +90,7 @@ def throughput(
 
 def main() -> None:
     """The command: the heavy model of a preset, on random tokens."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("preset")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--depth", type=int)
-    parser.add_argument("--vocab-size", type=int, default=28)
-    parser.add_argument("--steps", type=int, default=50)
-    options = parser.parse_args()
+    options = command(__doc__, "preset out", depth=int, vocab_size=28, steps=50)
     found = throughput(options.preset, depth=options.depth, vocab_size=options.vocab_size, steps=options.steps)
     write_json(options.out, {**found, "seed": 0, **how_made(pick_device("auto"))})
     print({key: found[key] for key in ("chars_per_s", "mfu", "seconds_per_step")})
