@@ -20,12 +20,24 @@ HEADER_SECONDS = 10.0  # for the first request of a connection to arrive
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, for clients that connect and say nothing: those are cut off after a while."""
+    """uvicorn's, for clients that connect and say nothing, which are cut off after a while, and for those whose request
+    stops being HTTP while it is answered."""
 
     def connection_made(self, transport: Any) -> None:
         """Start the clock."""
         super().connection_made(transport)
         asyncio.get_running_loop().call_later(HEADER_SECONDS, self._expect)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP. An answer that is under way on this connection goes nowhere."""
+        under_way = self.cycle is not None and not self.cycle.response_complete
+        if under_way:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if under_way and self.cycle.response_started:
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
 
     def _expect(self) -> None:
         if self.cycle is None and not self.transport.is_closing():

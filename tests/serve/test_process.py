@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -190,6 +192,20 @@ def test_hostile_requests_leave_nothing_in_either_process(folder: Path, family: 
         options: dict[str, Any] = {name: ASK[name] for name in ("prompt", "length", "steps", "seed")}
         size = answer["relaylm"]["batch_size"]
         assert answer["texts"] == relaylm.sample(family, "sandwich:50%", 2, batch_size=size, **options).texts
+        one.process.terminate()
+        code, log = one.end()
+        assert code == -signal.SIGTERM and "Traceback" not in log and '"level": "error"' not in log
+
+
+def test_a_body_that_is_no_http_is_refused_and_nothing_fails(folder: Path) -> None:
+    """It comes with the head, so two answers are due: that to the path, which wants no body, and that to the body."""
+    fields = b" HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    with served("--family", str(folder)) as one:
+        for path, body in itertools.product((b"/nowhere", b"/v1/denoise"), (b"zz\r\n", b"5\r\nhello\r\nzz\r\n")):
+            with socket.create_connection(("127.0.0.1", one.client.base_url.port or 0), timeout=10) as line:
+                line.sendall(b"POST " + path + fields + body)
+                assert line.recv(4096).startswith(b"HTTP/1.1 400")
+        assert one.client.post("/v1/denoise", json=ASK).status_code == 200
         one.process.terminate()
         code, log = one.end()
         assert code == -signal.SIGTERM and "Traceback" not in log and '"level": "error"' not in log
