@@ -75,11 +75,11 @@ def normaliser(
 
 
 @torch.no_grad()
-def probe(network: Transformer, scale_by_sigma: bool = True, positions: int = 8) -> dict[str, float]:
-    """The normaliser on a fully masked row at t = 1: its mean and the largest distance from 0, over a few positions."""
+def probe(network: Transformer, scale_by_sigma: bool = True) -> dict[str, float]:
+    """The normaliser on a fully masked row at t = 1: its mean and the largest distance from 0, over 8 positions."""
     length = min(network.architecture.length, 128)
     tokens_BL = torch.full((1, length), network.mask_id, device=network.device)
-    positions_BK = torch.linspace(0, length - 1, min(positions, length), device=network.device).long()[None]
+    positions_BK = torch.linspace(0, length - 1, min(8, length), device=network.device).long()[None]
     t_B = torch.ones(1, dtype=torch.float64, device=network.device)
     log_z = normaliser(network, tokens_BL, t_B, positions_BK, scale_by_sigma)
     return {"mean_log_z": float(log_z.mean()), "max_abs_log_z": float(log_z.abs().max())}

@@ -231,9 +231,10 @@ def spaced_calls(u_nL: np.ndarray, free_nL: np.ndarray, spacing: Spacing) -> np.
 
     def fill(piece: slice) -> None:
         free_R, order_RL = free_nL[piece].sum(axis=1), _plan_order(u_nL[piece], free_nL[piece])
-        if spacing.form == "sets" and (len(free_R) > _FEW or length >= _LONG):
+        if len(free_R) > _FEW or length >= _LONG:
             order_LR = np.ascontiguousarray(order_RL.T)
-            call_nL[piece].ravel()[order_LR + length * np.arange(len(free_R))] = _sets(order_LR, free_R, length, near)
+            call_LR = (_sets if spacing.form == "sets" else _prefix)(order_LR, free_R, length, near)
+            call_nL[piece].ravel()[order_LR + length * np.arange(len(free_R))] = call_LR
         else:
             for call_L, order_L, free in zip(call_nL[piece], order_RL.tolist(), free_R.tolist(), strict=True):
                 call_L[:] = _row(order_L[:free], length, near, spacing.form == "prefix")
@@ -329,6 +330,32 @@ def _sets(order_KR: np.ndarray, count_R: np.ndarray, length: int, near: int) -> 
         call_Kr = _sets(order_KR[rank_Kr, row_r], later_R[row_r], length, near)
         call_KR[rank_Kr, row_r] += call_Kr + 8 * word.itemsize * (call_Kr > 0)
     return call_KR
+
+
+def _prefix(order_LR: np.ndarray, free_R: np.ndarray, length: int, near: int) -> np.ndarray:
+    """The call (L, R) of each row's positions in plan order. `back` says how many ranks ago the last position within
+    reach came; a call ends where that is not before it began. (Differences wrap around: those to later ranks are too
+    large to matter.)"""
+    rows = len(free_R)
+    kind = np.uint16 if length <= 1 << 15 else np.uint32
+    rank_LR = np.empty((length, rows), dtype=kind)
+    np.put_along_axis(rank_LR, order_LR, np.arange(length, dtype=kind)[:, None], axis=0)
+    back_LR = np.full((length, rows), np.iinfo(kind).max, dtype=kind)
+    for d in range(1, near + 1):
+        since_XR = rank_LR[d:] - rank_LR[:-d]
+        np.minimum(back_LR[d:], since_XR, out=back_LR[d:])
+        np.minimum(back_LR[:-d], -since_XR, out=back_LR[:-d])
+    back_LR = np.take_along_axis(back_LR, order_LR, axis=0)
+    call_LR = np.zeros((length, rows), dtype=np.int32)
+    call_R: np.ndarray = np.ones(rows, dtype=np.int32)
+    age_R: np.ndarray = np.zeros(rows, dtype=kind)
+    for rank in range(int(free_R.max(initial=0))):
+        ends_R = back_LR[rank] <= age_R
+        call_R += ends_R
+        age_R[ends_R] = 0
+        age_R += 1
+        call_LR[rank] = call_R * (rank < free_R)
+    return call_LR
 
 
 def spaced_events(plan: Plan, spacing: Spacing) -> Events:

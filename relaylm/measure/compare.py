@@ -37,7 +37,6 @@ from relaylm.measure.evaluate import (
     Workers,
     figures,
     given_rows,
-    open_store,
     steps_json,
     texts_of,
 )
@@ -46,7 +45,7 @@ from relaylm.measure.plan_likelihood import plan_bound
 from relaylm.measure.prices import prices
 from relaylm.measure.rivals import Entry, base_steps, contenders, expected_flops, one_model
 from relaylm.measure.schedule_likelihood import measure_table, schedule_bound
-from relaylm.measure.store import Store
+from relaylm.measure.store import Store, open_store
 from relaylm.measure.timing import energy_counter
 from relaylm.models.family import Family
 from relaylm.sampling.result import reference_flops

@@ -9,17 +9,18 @@ soon as it is done, so a run that was killed continues from its last piece. Samp
 (weights, schedule, steps, rule, seed, length, what is given) and, unless `any_device` is set, by what fixes their bits
 (`conditions`). Scores are found by the tokens and the judge, so a second judge reads the stored samples.
 
-Shapes: n rows, L positions, K models.
+Shapes: n rows, L positions, X rows of costs, C columns of costs, F written positions, E events.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,12 +30,11 @@ from relaylm.console import progress_bar
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError, whole
 from relaylm.measure import metrics
-from relaylm.measure.drawn import Drawn, pack, row_costs, steps_json, total_costs, unpack
 from relaylm.measure.judge import Judge, Scores, score, weights_digest
-from relaylm.measure.store import Store, content_key
+from relaylm.measure.store import Store, cached, content_key
 from relaylm.models.family import Family
 from relaylm.sampling.policy import check_whole
-from relaylm.sampling.result import Samples
+from relaylm.sampling.result import Samples, flops_of_calls
 from relaylm.sampling.rules import Rule
 from relaylm.sampling.sample import lay_out, sample
 
@@ -49,25 +49,6 @@ class Workers(Protocol):
         self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], stop: Callable[[], bool] | None = None
     ) -> Iterator[tuple[int, Any]]:
         """(index, function(family, *task)) for each task, in the order in which they are done."""
-
-
-# ------------------------------------------------------------------------------------------------ keys and the store
-
-
-def open_store(store: Store | str | Path | None) -> Store | None:
-    """A store as given, or opened from its folder."""
-    return Store(store) if isinstance(store, str | Path) else store
-
-
-def cached(
-    store: Store | None, parts: Sequence[Any], make: Callable[[], dict[str, Any]], fresh: bool = False
-) -> dict[str, Any]:
-    """The record under the content key of `parts`: from the store, or made and kept there. `fresh` replaces it."""
-    if store is None:
-        return make()
-    key = content_key(*parts)
-    found = None if fresh else store.get(key)
-    return found if found is not None else store.put(key, make(), replace=fresh)
 
 
 def array_hash(array: np.ndarray) -> str:
@@ -177,6 +158,86 @@ def figures(
         texts = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=False)]
     written = [row[free] for row, free in zip(tokens_nL, free_nL, strict=True)]
     return {**found, **metrics.describe_texts(written, texts)}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples of one spec and what they cost. The columns C of the costs are the calls of each model of the family, the
+    FLOPs (NaN where a model does not say) and the seconds. The costs are by row (X = n), or sums over all rows (X = 1)
+    where a decoding rule makes calls that the samples' trace does not show."""
+
+    tokens_nL: np.ndarray
+    cost_XC: np.ndarray
+    steps: float  # that were made, at most
+    exact: bool  # the samples follow the models' own law
+
+    @property
+    def by_row(self) -> bool:
+        """Can rows be taken out, with their costs?"""
+        return len(self.cost_XC) == len(self.tokens_nL)
+
+    def costs(self, names: Sequence[str]) -> dict[str, Any]:
+        """What all rows cost, as JSON; `names` are the family's models."""
+        *calls, flops, seconds = self.cost_XC.sum(axis=0).tolist()
+        by_model = {name: int(count) for name, count in zip(names, calls, strict=True) if count}
+        total = {"calls": sum(by_model.values()), "calls_by_model": by_model}
+        return {**total, "flops": metrics.finite(flops), "seconds": seconds}
+
+
+def row_costs(samples: Samples, family: Family) -> Drawn:
+    """The calls that were made and their operations, row by row, from the trace of samples without a decoding rule."""
+    step_nL, model_nL = samples.trace.step_nL, samples.trace.model_nL
+    n, length = samples.tokens.shape
+    row_F, position_F = np.nonzero(model_nL >= 0)
+    model_F = np.array([family.names.index(name) for name in samples.trace.models])[model_nL[row_F, position_F]]
+    if math.isinf(samples.steps):
+        row_E, model_E, count_E = row_F, model_F, np.ones(len(row_F), dtype=np.int64)
+    else:
+        event_F = row_F * (int(samples.steps) + 1) + step_nL[row_F, position_F]
+        _, first_E, count_E = np.unique(event_F, return_index=True, return_counts=True)
+        row_E, model_E = row_F[first_E], model_F[first_E]
+    cost_nC = np.zeros((n, len(family.names) + 2))
+    np.add.at(cost_nC, (row_E, model_E), 1)
+    flops_E = flops_of_calls(list(family.models.values()), model_E, count_E, length)
+    cost_nC[:, -2] = math.nan if flops_E is None else np.bincount(row_E, weights=flops_E, minlength=n)
+    cost_nC[:, -1] = samples.cost.seconds / n
+    return Drawn(samples.tokens, cost_nC, samples.steps, not samples.changes_law)
+
+
+def total_costs(samples: Samples, family: Family) -> Drawn:
+    """The samples with the sums of their costs."""
+    cost = samples.cost
+    flops = math.nan if cost.flops is None else cost.flops
+    cost_1C = np.array([[*(cost.calls.get(name, 0) for name in family.names), flops, cost.seconds]])
+    return Drawn(samples.tokens, cost_1C, samples.steps, not samples.changes_law)
+
+
+def pack(drawn: Drawn, names: Sequence[str]) -> dict[str, Any]:
+    """Samples as JSON: tokens as base64 of little-endian 32-bit integers, costs as lists."""
+    *calls, flops, seconds = drawn.cost_XC.T
+    return {
+        "tokens": base64.b64encode(drawn.tokens_nL.astype("<i4").tobytes()).decode(),
+        "calls": {name: each.astype(int).tolist() for name, each in zip(names, calls, strict=True) if each.any()},
+        "flops": None if np.isnan(flops).any() else flops.tolist(),
+        "seconds": seconds.sum(),
+        "steps_made": steps_json(drawn.steps),
+        "exact": drawn.exact,
+    }
+
+
+def unpack(record: Mapping[str, Any], length: int, names: Sequence[str]) -> Drawn:
+    """What `pack` made JSON of. (Records of earlier releases have neither a rule nor the last two fields.)"""
+    tokens = np.frombuffer(base64.b64decode(record["tokens"]), dtype="<i4").astype(np.int64).reshape(-1, length)
+    rows = len(next(iter(record["calls"].values()), tokens))
+    flops = [math.nan] * rows if record["flops"] is None else record["flops"]
+    columns = [*(record["calls"].get(name, [0] * rows) for name in names), flops, [record["seconds"] / rows] * rows]
+    steps = record.get("steps_made", record["steps"])
+    return Drawn(tokens, np.array(columns, dtype=np.float64).T, float(steps), record.get("exact", True))
+
+
+def steps_json(steps: float | None) -> int | str | None:
+    """A number of steps as JSON has it."""
+    return None if steps is None else "inf" if math.isinf(steps) else int(steps)
 
 
 # ------------------------------------------------------------------------------------------------ the evaluator

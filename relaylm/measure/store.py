@@ -21,7 +21,7 @@ import json
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -316,3 +316,19 @@ def _readable(connection: sqlite3.Connection) -> tuple[int, list[tuple[str, ...]
             if row is not None and _sound(row):
                 rows.append(tuple(column.decode() for column in row))
     return last, rows
+
+
+def open_store(store: Store | str | Path | None) -> Store | None:
+    """A store as given, or opened from its folder."""
+    return Store(store) if isinstance(store, str | Path) else store
+
+
+def cached(
+    store: Store | None, parts: Sequence[Any], make: Callable[[], dict[str, Any]], fresh: bool = False
+) -> dict[str, Any]:
+    """The record under the content key of `parts`: from the store, or made and kept there. `fresh` replaces it."""
+    if store is None:
+        return make()
+    key = content_key(*parts)
+    found = None if fresh else store.get(key)
+    return found if found is not None else store.put(key, make(), replace=fresh)

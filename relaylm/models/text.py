@@ -139,13 +139,13 @@ def _cut(text: str) -> int:
     return len(text)
 
 
-def _small(text: str, end: bool) -> Iterator[tuple[str, bool]]:
-    """A text in pieces of at most about a megabyte, cut where its tokens are not changed."""
+def _small(text: str) -> Iterator[tuple[str, bool]]:
+    """A document in pieces of at most about a megabyte, cut where its tokens are not changed."""
     while len(text) > 2 * _PIECE:
         at = _cut(text[:_PIECE]) or _PIECE
         yield text[:at], False
         text = text[at:]
-    yield text, end
+    yield text, True
 
 
 def pieces(sources: list[Source], packing: str) -> Iterator[tuple[str, bool]]:
@@ -155,7 +155,7 @@ def pieces(sources: list[Source], packing: str) -> Iterator[tuple[str, bool]]:
             documents = source.documents()
             if documents is not None:
                 for document in documents:
-                    yield from _small(document + "\n\n" if packing == "running" else document, True)
+                    yield from _small(document + "\n\n" if packing == "running" else document)
             elif packing == "pad":
                 with source.open() as lines:
                     yield from ((line.strip(), True) for line in lines if line.strip())

@@ -106,11 +106,6 @@ def pick_batch_size(family: Family, n: int, length: int, models: int) -> int:
     return whole if models < 2 else min(whole, max(1, least, n // 2))
 
 
-def _bound(family: Family, schedule: str | Schedule | Policy, light: str, heavy: str) -> Policy | Schedule:
-    """A policy with the family's model names in it."""
-    return family.bind(schedule, light, heavy) if isinstance(schedule, str | Schedule) else schedule
-
-
 def choose_spacing(
     policy: Policy | Schedule,
     steps: float | None,
@@ -204,7 +199,7 @@ def settle(
 ) -> Request:
     """The request that these options of `sample` make; refuses what does not go together."""
     light, heavy = family.roles(light, heavy)
-    policy = _bound(family, schedule, light, heavy)
+    policy = family.bind(schedule, light, heavy) if isinstance(schedule, str | Schedule) else schedule
     if isinstance(rule, str):
         from relaylm.sampling.rules import parse_rule
 

@@ -25,10 +25,10 @@ from relaylm.core.schedule import Schedule, Spacing
 from relaylm.errors import UserError, meant
 from relaylm.measure import prices as pricing
 from relaylm.measure.estimate import announce, announce_calls
-from relaylm.measure.evaluate import Workers, given_rows, open_store
+from relaylm.measure.evaluate import Workers, given_rows
 from relaylm.measure.judge import load_judge
 from relaylm.measure.rivals import one_model
-from relaylm.measure.store import Store
+from relaylm.measure.store import Store, open_store
 from relaylm.models.family import Family
 from relaylm.search.evolve import Evolve
 from relaylm.search.exhaustive import Exhaustive

@@ -36,9 +36,9 @@ from relaylm.core.cost import SPACED_PLANS, spaced_sizes
 from relaylm.core.plan import make_events, make_plan, spaced_events
 from relaylm.core.schedule import Schedule, Spacing
 from relaylm.errors import UserError
-from relaylm.measure.evaluate import Workers, array_hash, cached, check_storable, conditions, judge_rows, model_key
+from relaylm.measure.evaluate import Workers, array_hash, check_storable, conditions, judge_rows, model_key
 from relaylm.measure.judge import Judge, log_perplexity
-from relaylm.measure.store import Store, content_key
+from relaylm.measure.store import Store, cached, content_key
 from relaylm.models.family import Family
 from relaylm.sampling.engine import Engine, out_of_memory
 from relaylm.sampling.result import Samples

@@ -41,9 +41,9 @@ import numpy as np
 
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
-from relaylm.measure.evaluate import cached
 from relaylm.measure.metrics import paired_difference as paired
 from relaylm.measure.schedule_likelihood import BoundTable, measure_table, step_costs
+from relaylm.measure.store import cached
 from relaylm.search import tournament
 from relaylm.search.bounds import allocated, by_the_bound, spaced_mixed
 from relaylm.search.space import SLACK, Choice, Fit, Problem, Space, best, fit

@@ -20,7 +20,7 @@ from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure import evaluate as module
 from relaylm.measure.compare import compare, comparisons, render, verdict
-from relaylm.measure.drawn import row_costs
+from relaylm.measure.evaluate import row_costs
 from relaylm.measure.judge import features, load_judge, score
 from relaylm.measure.prices import prices
 from relaylm.measure.rivals import expected_flops, steps_within

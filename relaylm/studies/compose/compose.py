@@ -31,12 +31,11 @@ import numpy as np
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure import metrics
-from relaylm.measure.drawn import Drawn
 from relaylm.measure.estimate import announce_samples
-from relaylm.measure.evaluate import Evaluator, SampleSpec, figures, judge_rows, open_store, texts_of
+from relaylm.measure.evaluate import Drawn, Evaluator, SampleSpec, figures, judge_rows, texts_of
 from relaylm.measure.judge import Scores, load_judge, log_perplexity
 from relaylm.measure.likelihood import held_out, spread_rows
-from relaylm.measure.store import Store
+from relaylm.measure.store import Store, open_store
 from relaylm.models.family import Family
 from relaylm.sampling.law import Law
 from relaylm.sampling.policy import resolve

@@ -35,13 +35,13 @@ from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Schedule, Spacing
 from relaylm.errors import UserError
 from relaylm.files import write_json
-from relaylm.measure.evaluate import LEAST_PIECE, Evaluator, SampleSpec, array_hash, cached, conditions, figures
+from relaylm.measure.evaluate import LEAST_PIECE, Evaluator, SampleSpec, array_hash, conditions, figures
 from relaylm.measure.judge import load_judge, log_perplexity
 from relaylm.measure.likelihood import held_out, spread_rows
 from relaylm.measure.plan_likelihood import plan_bound
 from relaylm.measure.provenance import how_made
 from relaylm.measure.rivals import expected_flops, one_model, steps_within
-from relaylm.measure.store import Store
+from relaylm.measure.store import Store, cached
 from relaylm.models.family import Family
 from relaylm.sampling.result import reference_flops
 from relaylm.sampling.rules import RULES, level_calls, llada_counts, parse_rule
