@@ -46,7 +46,7 @@ from relaylm.models.family import Family
 from relaylm.sampling.result import reference_flops
 from relaylm.sampling.rules import RULES, level_calls, llada_counts, parse_rule
 from relaylm.sampling.sample import sample
-from relaylm.show.colours import BLACK, BROWN, MARKERS, PINK, RED, VIOLET
+from relaylm.show.colours import BLACK, BROWN, GREEN, MARKERS, RED, VIOLET
 from relaylm.show.figures import finish, new_figure, nth, points, save_figure
 from relaylm.studies.paper.contrasts import paired
 from relaylm.studies.record.common import about, command
@@ -428,7 +428,7 @@ def look(kind: str) -> dict[str, Any]:
     """How a kind is drawn: solid lines for the heavy model, dashed ones for others, three bold."""
     single = ("sets", "uniform", "surest", "prefix", "dus", "eb", "low-confidence")
     others = {"light-first": VIOLET, "sandwich": BROWN, "light-last": BLACK, "smaller": "0.5", "middle": RED}
-    others |= {"tuner": PINK}
+    others |= {"tuner": GREEN}
     if kind in others:
         return {"color": others[kind], "marker": MARKERS[-1 - list(others).index(kind)], "linestyle": "--",
                 "linewidth": 1.0, "markersize": 4.0}  # fmt: skip
