@@ -10,8 +10,8 @@ from typing import Any
 
 from tables import FAMILIES, listed, load, table
 
-from relaylm.core.plan import expected_calls
 from relaylm.core.schedule import Spacing
+from relaylm.core.spacing import expected_calls
 from relaylm.studies.record.front import KINDS
 
 FIRST = {  # cells of README's table: T = L, as few uniform steps as the spacing has calls, the spacing, surest first

@@ -163,7 +163,7 @@ def say_how_long(family: Any, n: int, request: Any) -> None:
     length, spacing = request.given.shape[-1], getattr(request.policy, "spacing", None)
     calls = min(request.steps or getattr(request.policy, "steps", None) or length, length)
     if spacing is not None:
-        from relaylm.core.plan import expected_calls
+        from relaylm.core.spacing import expected_calls
 
         calls = expected_calls(length, spacing, rows=8)
     if n * calls > MANY:

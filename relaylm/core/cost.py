@@ -167,7 +167,8 @@ def _mean_spaced_price(prices: Mapping[str, Price], schedule: Schedule, free: in
 @lru_cache(256)
 def spaced_sizes(free: int, spacing: Spacing) -> tuple[np.ndarray, np.ndarray]:
     """The calls of SPACED_PLANS plans of `free` positions: the share masked before each, and how many it writes."""
-    from relaylm.core.plan import make_plan, spaced_events  # which imports torch
+    from relaylm.core.plan import make_plan  # which imports torch
+    from relaylm.core.spacing import spaced_events
 
     events = spaced_events(make_plan(SPACED_PLANS, free), spacing)
     return events.t_E, events.count_E

@@ -79,7 +79,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Spacing:
-    """Positions that one call writes are at least `distance` apart (`relaylm.core.plan`)."""
+    """Positions that one call writes are at least `distance` apart (`relaylm.core.spacing`)."""
 
     distance: int
     form: str = "sets"

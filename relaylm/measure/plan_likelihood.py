@@ -43,8 +43,9 @@ import torch
 
 from relaylm.console import progress_bar
 from relaylm.core.noise import uniforms
-from relaylm.core.plan import Plan, make_events, make_plan, spaced_calls
+from relaylm.core.plan import Plan, make_events, make_plan
 from relaylm.core.schedule import Schedule
+from relaylm.core.spacing import spaced_calls
 from relaylm.errors import UserError
 from relaylm.measure.likelihood import log_probabilities, masked_sums
 from relaylm.measure.schedule_likelihood import ScheduleBound, bound_of

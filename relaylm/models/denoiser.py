@@ -410,3 +410,15 @@ def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         network = Transformer(architecture)
     return {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
+
+
+def features_at(model: Any, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> tuple[Tensor, Any]:
+    """Features (B K, D) at the listed positions and the head that makes logits of them, or logits (B K, V) and None."""
+    if hasattr(model, "hidden_at"):
+        return model.hidden_at(tokens_BL, t_B, positions_BK).flatten(0, 1), model.head
+    return model.logits_at(tokens_BL, t_B, positions_BK).flatten(0, 1), None
+
+
+def sees_t(model: Any) -> bool:
+    """Does the head want the time? A plain network's does not."""
+    return not (isinstance(model, Transformer) and not model.architecture.adaln)

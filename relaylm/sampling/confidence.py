@@ -31,8 +31,7 @@ from relaylm.core.plan import LINEAR, Alpha, Plan
 from relaylm.core.schedule import Policy, Schedule
 from relaylm.errors import UserError, checked
 from relaylm.sampling.denoise import Options, denoise, next_call, rows_in_call
-from relaylm.sampling.engine import SCRATCH, settings
-from relaylm.sampling.graphs import Graphs
+from relaylm.sampling.engine import SCRATCH, calls_on, settings
 from relaylm.sampling.law import Drawer, Law
 from relaylm.sampling.policy import Grid, RowStates, check_request, policy_text, resolve, static_models
 from relaylm.sampling.result import Event, Samples, Trace, cost_of_calls, reference_flops
@@ -166,7 +165,7 @@ class RuleRun:
         asks, reports = rule.counts is None or self.lookup is None, options.callback is not None
         each = list(models.values())
         self.state = RuleState(each, plan, rule, self.time_T, block_nL, drawer, self.device, asks, reports, truth_nL)
-        self.graphs = Graphs(self.device)
+        self.runner = calls_on(self.device)
         self.under_way: deque[_Sent] = deque()
         self.ahead = 2 if asks and not reports and self.device.type == "cuda" else 1
         rows_n = np.arange(n)
@@ -174,7 +173,7 @@ class RuleRun:
 
     def step(self) -> bool:
         """Make the next call, or look at the outcome of an earlier one; False if nothing was left to do."""
-        if (made := next_call(self, self._send, self.graphs.release)) is not None:
+        if (made := next_call(self, self._send, self.runner.release)) is not None:
             self.under_way.append(made[1])
         elif not self.under_way:
             return False
@@ -184,7 +183,7 @@ class RuleRun:
 
     def finish(self) -> RuleRun:
         """Make all calls."""
-        with settings(self.device), contextlib.closing(self.graphs):
+        with settings(self.device), contextlib.closing(self.runner):
             while self.step():
                 pass
         return self
@@ -264,7 +263,7 @@ class RuleRun:
         index[1, real] = self.count_nT[call.rows_R, k_R] if self.rule.counts is not None else k_R + 1
         model = self.state.models[call.model] if self.state.fixed else None
         make, blank = partial(self.state.call, call.model, call.places), ((b, SCRATCH), (2 * b, 0))
-        outcome, wrote = self.graphs.run((call.model, call.places, b), model, make, index.reshape(-1), t_B, blank)
+        outcome, wrote = self.runner.run((call.model, call.places, b), model, make, index.reshape(-1), t_B, blank)
         event = None
         if outcome is not None and self.device.type == "cuda":
             outcome, event = outcome.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]

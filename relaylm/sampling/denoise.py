@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -24,8 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relaylm.core.plan import LINEAR, Alpha, Events, Plan, events_of_calls, make_events, spaced_events
+from relaylm.core.plan import LINEAR, Alpha, Events, Plan, make_events
 from relaylm.core.schedule import Policy, Schedule
+from relaylm.core.spacing import events_of_calls, spaced_events
 from relaylm.errors import UserError, checked, reason
 from relaylm.sampling.engine import Call, Engine, out_of_memory, settings
 from relaylm.sampling.law import Law
@@ -76,7 +77,7 @@ def denoise(
         return finish(began)
     finally:
         if engine is None:
-            run.engine.graphs.close()
+            run.engine.runner.close()
 
 
 def begin(
@@ -165,6 +166,16 @@ class Options:
     on_calls: Callable[[int, int], None] | None = None
 
 
+def engine_for(models: Sequence[Any], plan: Plan, options: Options, scored: bool, kept: Engine | None) -> Engine:
+    """An engine for the rows of a plan: one that was kept from an earlier run, with what it captured, or a new one."""
+    if kept is None:
+        return Engine(models, plan, options.mask_id, options.law, options.device, scored)
+    if not kept.serves(models, plan, options.mask_id, options.law, scored):
+        raise UserError("this engine served other models, rows, noise or another law: leave it out")
+    kept.load(plan.rows_n, np.where(plan.given_nL < 0, options.mask_id, plan.given_nL))
+    return kept
+
+
 class Run:
     """Rows on their way through the networks, one call at a time; `steps` is T, 0 at infinity."""
 
@@ -185,13 +196,7 @@ class Run:
         model_E = np.full(len(events.step_E), -1) if lookup is None else lookup(events.step_E, events.t_E)
         rows = rows_in_call(options.batch_size, plan.n, plan.length, options.device)
         self.queue = Queue(events, model_E, plan.length, rows)
-        if engine is None:
-            engine = Engine(each, plan, options.mask_id, options.law, options.device, scored=lookup is None)
-        elif engine.serves(each, plan, options.mask_id, options.law, lookup is None):
-            engine.load(plan.rows_n, np.where(plan.given_nL < 0, options.mask_id, plan.given_nL))
-        else:
-            raise UserError("this engine served other models, rows, noise or another law: leave it out")
-        self.engine = engine
+        self.engine = engine_for(each, plan, options, scored=lookup is None, kept=engine)
         self.done = self.network_calls = self.padded_calls = self.shared_calls = 0
         if self.states is None:
             self.queue.foresee()

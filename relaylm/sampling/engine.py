@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,10 +25,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from relaylm.core.noise import split_seed
 from relaylm.core.plan import Plan
-from relaylm.models.denoiser import Transformer
-from relaylm.sampling.graphs import Graphs, ResultT
+from relaylm.models.denoiser import features_at, sees_t
 from relaylm.sampling.law import Drawer, Law, widest_float
 
+if TYPE_CHECKING:
+    from relaylm.sampling.graphs import Graphs
+
+ResultT = TypeVar("ResultT")
 SCRATCH = -1  # the last row of an engine's state, for the empty places of a call; nobody reads it
 
 
@@ -61,6 +64,34 @@ class Call:
     for the head its number among the B K, its row and its position (N each)."""
 
 
+class Eager:
+    """Calls made as they come. `graphs.Graphs` has the same functions, and captures calls."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def run(
+        self, key: Any, model: Any, make: Callable[..., ResultT], index: np.ndarray, t_B: np.ndarray, blank: Any
+    ) -> ResultT:
+        """`make(index, t_B)` on the device; the rest is for graphs."""
+        times_B = torch.from_numpy(t_B).to(self.device, widest_float(self.device))
+        return make(torch.from_numpy(index).to(self.device), times_B)
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+    close = release
+
+
+def calls_on(device: torch.device) -> Eager | Graphs:
+    """How calls are made on a device: what captures them is imported on CUDA alone."""
+    if device.type != "cuda":
+        return Eager(device)
+    from relaylm.sampling.graphs import Graphs
+
+    return Graphs(device, Eager(device).run)
+
+
 class Engine:
     """Token state on the device, and the network calls that change it.
 
@@ -91,7 +122,7 @@ class Engine:
         if shared:
             self.row_ids, self.seeds_2n = self._rows_nX[:, plan.length], self._rows_nX[:, plan.length + 1 :].T
         self.load(plan.rows_n, np.where(plan.given_nL < 0, mask_id, plan.given_nL))
-        self.graphs = Graphs(self.device)
+        self.runner = calls_on(self.device)
 
     def load(self, rows_m: np.ndarray, tokens_mL: np.ndarray) -> None:
         """Put other rows, masks included, in the first places. In place, so captured calls stay valid."""
@@ -135,7 +166,7 @@ class Engine:
         last = len(self.state_nL) - 1
         index = np.where(call.index < 0, last, call.index)
         blank = zip(call.shape.parts, (last, 0, 0, last, 0), strict=True)
-        return self.graphs.run((call.model, call.shape), model, make, index, call.t_B, blank)
+        return self.runner.run((call.model, call.shape), model, make, index, call.t_B, blank)
 
     def step(
         self, model_index: int, shape: Shape, index: Tensor, t_B: Tensor, everywhere: bool = False
@@ -178,26 +209,14 @@ class Engine:
         return token_N, log_p_NV.gather(1, token_N[:, None])[:, 0]
 
     def release(self) -> None:
-        """Give back what the graphs hold."""
-        self.graphs.release()
+        """Give back what captured calls hold."""
+        self.runner.release()
 
 
 def at_rows(model: Any, rows_B: Tensor, n: int | None = None) -> Any:
     """A model for a call of these rows: another one only where it holds something of each row (`blocks`). Numbers of n
     and above, the scratch row's, stand for any of them."""
     return model.of_rows(rows_B if n is None else rows_B.clamp_max(n - 1)) if hasattr(model, "of_rows") else model
-
-
-def features_at(model: Any, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> tuple[Tensor, Any]:
-    """Features (B K, D) at the listed positions and the head that makes logits of them, or logits (B K, V) and None."""
-    if hasattr(model, "hidden_at"):
-        return model.hidden_at(tokens_BL, t_B, positions_BK).flatten(0, 1), model.head
-    return model.logits_at(tokens_BL, t_B, positions_BK).flatten(0, 1), None
-
-
-def sees_t(model: Any) -> bool:
-    """Does the head want the time? A plain network's does not."""
-    return not (isinstance(model, Transformer) and not model.architecture.adaln)
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relaylm.sampling.engine import Call, Engine, Shape, out_of_memory, sees_t
+from relaylm.models.denoiser import sees_t
+from relaylm.sampling.engine import Call, Engine, Shape, out_of_memory
 from relaylm.sampling.queue import Queue
 
 

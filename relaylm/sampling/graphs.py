@@ -1,7 +1,7 @@
 r"""Network calls captured as CUDA graphs.
 
 The host sends a few kilobytes of indices, replays a graph of fixed shape, and goes on to the next call without waiting.
-Calls of other devices and other networks run eagerly, by the same function.
+Calls of other networks run eagerly (`engine.Eager`), by the same function.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,17 +19,16 @@ from torch import Tensor
 
 from relaylm.kernels import available
 from relaylm.models.denoiser import Transformer
-from relaylm.sampling.law import widest_float
 
 CALLS_AHEAD = 8  # calls that the host may be ahead of the device
 ResultT = TypeVar("ResultT")
 
 
 class Graphs:
-    """Calls on a device. On CUDA those of the shipped network are captured as graphs, by their shape."""
+    """Calls on CUDA: those of the shipped network are captured, by their shape; `eagerly` makes the others."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, eagerly: Callable[..., Any]) -> None:
+        self.device, self._eagerly = device, eagerly
         self._graphs: dict[Hashable, _Graph] = {}
         self._seen: set[Hashable] = set()
         self._under_way: deque[Any] = deque()
@@ -37,7 +36,7 @@ class Graphs:
     def captures(self, model: Any) -> bool:
         """Are calls of this model captured? Without Triton the race asks the device how many blocks to open, which a
         graph cannot hold."""
-        return self.device.type == "cuda" and available() and isinstance(model, Transformer)
+        return available() and isinstance(model, Transformer)
 
     def run(
         self,
@@ -62,9 +61,7 @@ class Graphs:
                 result: ResultT = self._graphs[key].replay(index, t_B)
                 self._keep_pace()
                 return result
-        return make(
-            torch.from_numpy(index).to(self.device), torch.from_numpy(t_B).to(self.device, widest_float(self.device))
-        )
+        return cast(ResultT, self._eagerly(key, model, make, index, t_B, blank))
 
     def _keep_pace(self) -> None:
         """Let the host run a few calls ahead of the device and no further: the device never waits, and progress and
@@ -83,8 +80,7 @@ class Graphs:
     def release(self) -> None:
         """Give back what the graphs hold."""
         self.close()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 class _Graph:

@@ -22,7 +22,8 @@ from relaylm.core.noise import split_seed
 from relaylm.core.plan import Plan
 from relaylm.kernels import may_stop
 from relaylm.kernels.draw import philox
-from relaylm.sampling.engine import at_rows, features_at
+from relaylm.models.denoiser import features_at
+from relaylm.sampling.engine import at_rows
 from relaylm.sampling.law import Drawer, widest_float
 from relaylm.sampling.rules import Rule, most_sure, rank, remask, spaced_sets
 

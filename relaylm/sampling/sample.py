@@ -121,7 +121,7 @@ def choose_spacing(
             raise UserError("spread chooses the spacing from the number of steps: give spread or a spacing, not both")
         if steps is None or math.isinf(steps):
             raise UserError("spread needs a number of steps: about as many calls are made")
-        from relaylm.core.plan import spread_over
+        from relaylm.core.pairs import spread_over
 
         spacing, steps = spread_over(steps, length), None
     if spacing is None and steps is None and isinstance(policy, Schedule) and policy.takes_spacing:

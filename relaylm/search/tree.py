@@ -36,8 +36,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from relaylm.core.plan import Events, Plan, make_events, make_plan, spaced_events
+from relaylm.core.plan import Events, Plan, make_events, make_plan
 from relaylm.core.schedule import Schedule, Spacing, Timetable
+from relaylm.core.spacing import spaced_events
 from relaylm.measure.store import content_key
 from relaylm.models.family import Family
 from relaylm.sampling.denoise import next_call

@@ -33,8 +33,9 @@ import numpy as np
 
 from relaylm.console import progress_bar
 from relaylm.core.cost import SPACED_PLANS, spaced_sizes
-from relaylm.core.plan import make_events, make_plan, spaced_events
+from relaylm.core.plan import make_events, make_plan
 from relaylm.core.schedule import Schedule, Spacing
+from relaylm.core.spacing import spaced_events
 from relaylm.errors import UserError
 from relaylm.measure.evaluate import Workers, array_hash, check_storable, conditions, judge_rows, model_key
 from relaylm.measure.judge import Judge, log_perplexity

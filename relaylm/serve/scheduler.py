@@ -120,7 +120,7 @@ class _Row:
     def leave(self) -> None:
         """Give back the row's place, or what its rule has captured."""
         if self.run is not None:
-            self.run.graphs.close()
+            self.run.runner.close()
         if self.lane is not None:
             self.lane.free.append(self.place)
         self.run = self.lane = None

@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaylm.core.cost import SPACED_PLANS, Price, mean_price
-from relaylm.core.plan import expected_calls, make_plan, spaced_calls, spread_over
+from relaylm.core.pairs import expected_calls, spread_over
+from relaylm.core.plan import make_plan
 from relaylm.core.schedule import SPACING_FORMS as FORMS
 from relaylm.core.schedule import Schedule, Spacing
+from relaylm.core.spacing import spaced_calls
 from relaylm.errors import UserError
 
 
@@ -54,7 +56,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(monkeypatch: pytest.MonkeyP
     """Nor on how many there are: few are worked on one by one, many rank by rank, in pieces."""
     rng = np.random.default_rng(0)
     u, free = rng.random((60, 64)), rng.random((60, 64)) < 0.7
-    monkeypatch.setattr("relaylm.core.plan._PIECE", 2000)
+    monkeypatch.setattr("relaylm.core.spacing._PIECE", 2000)
     for form in FORMS:
         together = spaced_calls(u, free, Spacing(6, form))
         alone = [spaced_calls(u[r : r + 1], free[r : r + 1], Spacing(6, form))[0] for r in range(60)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from relaylm import FromLogits, Schedule, UserError
-from relaylm.core.plan import spaced_calls
+from relaylm.core.spacing import spaced_calls
 from relaylm.measure.plan_likelihood import continuation_bound, plan_bound
 from relaylm.sampling.rules import parse_rule
 

@@ -8,8 +8,8 @@ import torch
 
 from relaylm import FromLogits, UserError
 from relaylm.core.pairs import PairTable, default_spacing, smallest_spacing, spacing_loss, uniform_loss
-from relaylm.core.plan import spaced_calls
 from relaylm.core.schedule import Spacing
+from relaylm.core.spacing import spaced_calls
 from relaylm.measure.pairs import distance_bins, measure_pairs
 
 MASK, L = 2, 12

@@ -9,7 +9,7 @@ import torch
 from helpers import TableDenoiser, p_value
 
 from relaylm import FromLogits, Schedule, UserError, make_plan
-from relaylm.core.plan import spaced_calls
+from relaylm.core.spacing import spaced_calls
 from relaylm.measure.plan_likelihood import plan_bound
 from relaylm.measure.schedule_likelihood import measure_table, schedule_bound
 from relaylm.sampling.confidence import decode

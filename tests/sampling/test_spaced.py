@@ -9,8 +9,9 @@ from scipy import stats
 
 import relaylm
 from relaylm import Family, FromLogits, Schedule, UserError, denoise, make_plan
-from relaylm.core.plan import Plan, spaced_calls, spaced_events
+from relaylm.core.plan import Plan
 from relaylm.core.schedule import Spacing
+from relaylm.core.spacing import spaced_calls, spaced_events
 
 V, MASK = 3, 3
 

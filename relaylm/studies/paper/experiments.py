@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from relaylm.core.plan import expected_calls
 from relaylm.core.schedule import Schedule, Segment, Spacing
+from relaylm.core.spacing import expected_calls
 from relaylm.errors import UserError
 from relaylm.measure import metrics
 from relaylm.measure.compare import compare
