@@ -27,7 +27,7 @@ import torch
 from relaylm.core.plan import LINEAR, Alpha, Plan
 from relaylm.core.schedule import Policy, Schedule
 from relaylm.errors import UserError
-from relaylm.sampling.denoise import Options, begin, next_call
+from relaylm.sampling.denoise import Options, Run, begin, engine_for, next_call
 from relaylm.sampling.engine import Engine, settings
 from relaylm.sampling.law import Law
 from relaylm.sampling.queue import Queue
@@ -44,9 +44,11 @@ def denoise_ahead(
     alpha: Alpha = LINEAR,
     law: Law | None = None,
     batch_size: int | None = None,
+    engine: Engine | None = None,
     **options: Any,
 ) -> Samples:
-    """What `denoise` returns at a batch size of rows times window, found in windows of so many events."""
+    """What `denoise` returns at a batch size of rows times window, found in windows of so many events. An `engine`
+    of the rows `states_of` the plan keeps what it captures on the device from run to run."""
     began = time.perf_counter()
     if window < 1:
         raise UserError(f"the number of events in parallel must be at least 1, not {window}")
@@ -54,10 +56,14 @@ def denoise_ahead(
     run, finish = begin(models, policy, plan, asked, steps, alpha)
     if run.states is not None:
         raise UserError("events run in parallel under a schedule, not under a policy that looks at the row")
-    ahead = _Ahead(run, plan, asked, window)
-    with settings(asked.device):
-        while ahead.round():
-            pass
+    ahead = _Ahead(run, plan, asked, window, engine)
+    try:
+        with settings(asked.device):
+            while ahead.round():
+                pass
+    finally:
+        if engine is None:
+            ahead.engine.runner.close()
     ahead.engine.drawer.check()
     run.engine.state_nL[: plan.n] = torch.from_numpy(ahead.token_nL).to(run.engine.device)
     run.done = len(run.events.step_E)
@@ -70,20 +76,23 @@ def denoise_ahead(
     return replace(samples, cost=replace(cost, seconds=time.perf_counter() - began))
 
 
+def states_of(plan: Plan, window: int) -> Plan:
+    """The states of a window as rows. Each has its row's number, which keys the noise."""
+    return Plan(plan.seed, *(np.repeat(x, window, axis=0) for x in (plan.rows_n, plan.given_nL, plan.u_nL)))
+
+
 class _Ahead:
     """Rows on their way, a window of events at a time. State r W + j is that of row r before its j-th event."""
 
-    def __init__(self, run: Any, plan: Plan, options: Options, window: int) -> None:
+    def __init__(self, run: Run, plan: Plan, options: Options, window: int, kept: Engine | None) -> None:
         self.run, self.window, self.options, self.events = run, window, options, run.events
         self.token_nL = np.where(plan.given_nL < 0, options.mask_id, plan.given_nL)
         self.next_n, self.end_n = self.events.row_ptr_n1[:-1].copy(), self.events.row_ptr_n1[1:]
         self.guess_F = np.full(len(self.events.positions_F), -1)
         self.made: list[np.ndarray] = []  # events of each call
         self.network_calls = self.padded_calls = 0
-        # Every state has its row's number, which keys the noise.
         states = plan.n * window
-        each = [np.repeat(x, window, axis=0) for x in (plan.rows_n, plan.given_nL, plan.u_nL)]
-        self.engine = Engine(run.engine.models, Plan(plan.seed, *each), options.mask_id, options.law, options.device)
+        self.engine = engine_for(run.engine.models, states_of(plan, window), options, scored=False, kept=kept)
         # Positions are in the order of events: a call asks for those of its own event and of the next W of its row.
         last_E = np.repeat(self.end_n, self.events.per_row_n) - 1
         until_E = np.minimum(np.arange(len(last_E)) + window, last_E)

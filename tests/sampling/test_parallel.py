@@ -10,7 +10,9 @@ from helpers import LinearDenoiser
 
 import relaylm
 from relaylm import Family, Schedule, UserError, denoise, make_plan
-from relaylm.sampling.parallel import denoise_ahead
+from relaylm.sampling.engine import Engine
+from relaylm.sampling.law import Law
+from relaylm.sampling.parallel import denoise_ahead, states_of
 
 MODELS = {"a": LinearDenoiser(1, 12, 9), "b": LinearDenoiser(2, 12, 9)}
 GIVEN = np.array([[1] + [-1] * 11, [-1] * 12, [2] * 12, [-1, 3] * 6])
@@ -44,6 +46,18 @@ def test_a_network_in_fewer_rounds() -> None:
     np.testing.assert_array_equal(ahead.tokens, one.tokens)
     assert ahead.texts == one.texts and ahead.cost.batch_size == 16
     assert ahead.cost.network_calls < 0.6 * 36 and ahead.cost.total_calls > one.cost.total_calls
+
+
+def test_a_kept_engine_writes_the_same_again() -> None:
+    schedule, plan, options = Schedule.parse("a:100%"), make_plan(2, 12, 3), {"mask_id": 8, "steps": float("inf")}
+    kept = Engine(list(MODELS.values()), states_of(plan, 4), 8, Law(), "cpu")
+    wanted = denoise_ahead(MODELS, schedule, plan, 4, **options)
+    for _ in range(2):  # the second finds the first one's rows in the engine
+        found = denoise_ahead(MODELS, schedule, plan, 4, engine=kept, **options)
+        np.testing.assert_array_equal(found.tokens, wanted.tokens)
+        assert found.cost.calls == wanted.cost.calls
+    with pytest.raises(UserError, match="engine"):
+        denoise_ahead(MODELS, schedule, make_plan(2, 12, 4), 4, engine=kept, **options)
 
 
 @pytest.mark.parametrize("options", [{"parallel": 0}, {"rule": "low-confidence"}, {"stride": 4, "length": 300}])
