@@ -8,6 +8,8 @@ import torch
 from recorded_runs import RECORDS, expected, read_record, record_file, runs
 
 RUNS = runs()
+NOT_ON_RECORD = """This processor's rounding is not on record. If the run was the same before your change, and compares
+probabilities, record it: python tests/recorded_runs.py --write all"""
 
 
 def test_every_run_is_on_record() -> None:
@@ -20,12 +22,4 @@ def test_every_run_is_on_record() -> None:
 def test_as_recorded(name: str) -> None:
     if (wanted := expected(name)) is None:
         pytest.skip(f"depends on rounding, and no record is of a machine and PyTorch {torch.__version__} that round so")
-    known = record_file().is_file()
-    assert RUNS[name]() == wanted, (
-        ""
-        if known
-        else (
-            "this processor's rounding is not on record: if before your change the run was the same as now, and it compares "
-            "probabilities, record it (python tests/recorded_runs.py --write all)"
-        )
-    )
+    assert RUNS[name]() == wanted, "" if record_file().is_file() else NOT_ON_RECORD
