@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 	@echo "Ready: $(BIN)/relaylm --help"
 
-demo: setup ## the denoisers taking turns, in the terminal
+demo: setup ## the same prompt in 64 steps, in spaced calls, and with two networks
 	$(BIN)/relaylm demo
 
 lint: setup ## style and types

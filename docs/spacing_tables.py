@@ -45,7 +45,7 @@ def front(records: Path) -> str:
         for label in labels:
             cell = next(cell for cell in found["cells"] if cell["label"] == label)
             kind, _, steps = label.removeprefix("heavy ").partition(":")
-            what = {"uniform": f"T = {steps}", "spaced": f"**`spaced:{steps}`**"}.get(kind, f"`{label}`")
+            what = {"uniform": f"`-T {steps}`", "spaced": f"**`--spacing {steps}`**"}.get(kind, f"`--rule {label}`")
             base = label == labels[0]
             what = f"{found['length']} {UNITS[name]}, {what}" if base else what
             row = {"written by": what, "calls": f"{cell['calls']:.0f}", "FLOPs saved": f"{cell['saved']:.0%}"}
@@ -57,7 +57,10 @@ def front(records: Path) -> str:
         f"Perplexity of {tokens['n']:,} samples (tokens) and {characters['n']:,} (characters) under a causal network, "
     )
     how += f"likelihood of {tokens['bound_rows']} and {characters['bound_rows']} rows of real text; differences to the "
-    return f"{table(rows)}\n\n{how}first line of each in hundredths of a nat a position, with 95% intervals."
+    how += (
+        "first line of each in hundredths of a nat a position, with 95% intervals. A step that writes nothing needs no "
+    )
+    return f"{table(rows)}\n\n{how}call."
 
 
 def fronts(records: Path) -> str:

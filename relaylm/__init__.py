@@ -1,11 +1,12 @@
-"""relaylm: masked diffusion language models whose denoisers take turns.
+"""relaylm: fast, exact sampling from masked diffusion language models.
 
-A *model schedule* says which denoiser runs at which denoising step: `L125 H750 L125` gives the first and last 125 of
-1000 steps to a light model and the rest to a heavy one.
+A *schedule* says which positions a network call writes together, and which network makes it: `heavy spaced:16` lets a
+call write positions that are at least 16 apart; `L125 H750 L125` gives the first and last 125 of 1000 steps to a light
+model and the rest to a heavy one.
 
     import relaylm
-    family = relaylm.Family.load("path/to/family")
-    samples = relaylm.sample(family, "sandwich:25%", n=8, seed=0)
+    family = relaylm.Family.load("wiki-bpe")
+    samples = relaylm.sample(family, "heavy spaced:40", n=8, seed=0)
 
 Names are loaded on first use, so that importing the package (and `relaylm --help`) does not import torch.
 """

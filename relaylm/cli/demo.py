@@ -1,4 +1,4 @@
-"""The same prompt under three schedules, side by side. Example: relaylm demo"""
+"""The same prompt three times: step by step, in spaced calls, and by two networks. Example: relaylm demo"""
 
 import argparse
 import shlex
@@ -12,14 +12,14 @@ from relaylm.cli import tools
 from relaylm.cli.options import add_shared
 from relaylm.console import table, terminal_width, wrapped
 
-SCHEDULES = ("heavy", "sandwich:25%", "light")
 SPACING = 16  # of the positions that a call writes, where the family has none of its own
 LENGTH = 64  # positions, prompt included
 SECONDS = 6.0  # that the text takes to appear, at least
-ABOUT = """One prompt, three schedules: the large network alone (heavy), the small one alone (light), and a sandwich, in
-which the small one begins and ends and the large one does the rest. Each call fills in several gaps of the text."""
-LUCK = """The columns share all their luck: the same gaps are filled at the same moment with the same random numbers, so
-they differ only by who computed."""
+ABOUT = """One prompt, three times. On the left the large network writes it as usual, in as many steps as there are
+positions. In the middle the same network writes in every call all positions that are far enough apart, so it needs a
+fraction of the calls. On the right a small network makes the first and the last of these calls."""
+LUCK = """All columns use the same order of positions and the same random numbers, and make their calls at the same
+pace."""
 NOTE = """One sample of each says little about quality: `relaylm compare` draws enough to tell schedules apart."""
 
 
@@ -36,7 +36,7 @@ def say(*notes: str) -> None:
 
 
 def run(args: argparse.Namespace) -> tools.Result:
-    """Sample under each schedule, and show texts and costs."""
+    """Sample in each of the three ways, and show texts and costs."""
     from relaylm.show.terminal import console_for, legend, side_by_side
 
     say(ABOUT, LUCK)
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> tools.Result:
     say(f"Saved: operations, against {heavy} alone in {len(columns[0][1].tokens[0])} steps. {NOTE}")
     source = () if args.family is None else ("--family", args.family)
     further = (
-        ("sample", "--prompt", prompt, "--schedule", "sandwich:50%", "--watch"),
+        ("sample", "--prompt", prompt, "--length", "64", "--watch"),
         ("compare", "--length", "64", "-n", "32"),
         ("search", "--budget", "25%", "--quick", "--length", "64"),
     )
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> tools.Result:
 
 
 def play(family: Any, given_L: Any, seed: int) -> list[tuple[str, Any]]:
-    """The samples of all schedules, by title. Their calls are made in turn, so that all columns grow together."""
+    """The samples, by title. Calls are made in turn, one of each column that is not done yet."""
     from relaylm.core.plan import make_plan
     from relaylm.core.schedule import Schedule, Spacing
     from relaylm.measure.evaluate import texts_of
@@ -85,25 +85,30 @@ def play(family: Any, given_L: Any, seed: int) -> list[tuple[str, Any]]:
     from relaylm.show.terminal import Watch
 
     light, heavy = family.roles()
-    plan = make_plan(1, len(given_L), seed, given_L[None])
-    spacing = family.spacing(len(given_L)) or Spacing(SPACING)
-    watch = Watch(family, given_L, (light, heavy), sys.stdout, pace=SECONDS, titles=SCHEDULES)
+    length = len(given_L)
+    plan = make_plan(1, length, seed, given_L[None])
+    spacing = family.spacing(length) or Spacing(SPACING)
+    ways = [("heavy", length, None), ("heavy", None, spacing), ("sandwich:25%", None, spacing)]
+    titles = [f"{text} {spaced or f'in {steps} steps'}" for text, steps, spaced in ways]
+    watch = Watch(family, given_L, (light, heavy), sys.stdout, pace=0.0, titles=titles)
     options = Options(family.mask_id, Law(), 1, heavy, family.device)
-    runs, seconds, found = [], [0.0] * len(SCHEDULES), []
+    runs, seconds, found = [], [0.0] * len(ways), []
     with watch, settings(family.device):
         sample(family, "sandwich", 1, given=given_L, steps=2)  # the first calls of a process are slow
-        for k, text in enumerate(SCHEDULES):
-            schedule = replace(Schedule.parse(text).bind(light, heavy), spacing=spacing)
+        for k, (text, steps, spaced) in enumerate(ways):
+            schedule = replace(Schedule.parse(text).bind(light, heavy), spacing=spaced)
             models = {name: family[name] for name in family.names if name in (*schedule.models, heavy)}
             follow = watch.follow(k) if watch.live is not None else None  # a pipe gets the result alone
-            runs.append(begin(models, schedule, plan, replace(options, callback=follow)))
-        going = True
-        while going:
-            for k, (run, _) in enumerate(runs):  # one plan: all have as many calls to make
+            runs.append(begin(models, schedule, plan, replace(options, callback=follow), steps))
+        start, rounds = time.monotonic(), max(len(run.events.step_E) for run, _ in runs)
+        for number in range(1, rounds + 1):
+            for k, (run, _) in enumerate(runs):
                 began = time.perf_counter() - watch.seconds
-                going = run.step()
+                run.step()
                 seconds[k] += time.perf_counter() - watch.seconds - began
-        for title, (_, finish), spent in zip(SCHEDULES, runs, seconds, strict=True):
+            if watch.live is not None:
+                time.sleep(max(0.0, start + SECONDS * number / rounds - time.monotonic()))
+        for title, (_, finish), spent in zip(titles, runs, seconds, strict=True):
             samples = finish(0.0)
             cost = replace(samples.cost, seconds=spent)
             found.append((title, replace(samples, cost=cost, texts=texts_of(family, samples.tokens))))

@@ -34,10 +34,11 @@ COMMANDS = (
 )
 COMPLETION = 'print completion for a shell; in bash: eval "$(relaylm --completion bash)"'
 DESCRIPTION = """\
-Masked diffusion language models whose denoisers take turns.
+Fast, exact sampling from masked diffusion language models.
 
-A model schedule says which denoiser runs at which denoising step. In "L32 H192 L32" a light model (L) makes the first
-and the last 32 of 256 steps and a heavy one (H) the rest: cheaper than all-heavy, at little loss."""
+A schedule says which positions a network call writes together, and which network makes it. Under "heavy spaced:16" a
+call writes all positions that are at least 16 apart: a fraction of the calls, at little or no loss. In "L25% H75%
+spaced:16" a light model (L) makes the first calls and a heavy one (H) the rest."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,4 +1,4 @@
-r"""Drawing tokens: `race` and `philox` of `relaylm.core.plan` on any device, by Triton kernels on CUDA.
+r"""Drawing tokens: `race` and `philox` of `relaylm.core.noise` on any device, by Triton kernels on CUDA.
 
 The kernels use the noise of `noise.token_noise`, word for word. Scores may differ from the plain race in the last bits
 of a logarithm: fewer than one token in 10^4 differs.
