@@ -118,7 +118,7 @@ def create_app(backend: Backend, settings: Settings) -> ASGIApp:
             raise bad("prompt must be text", "prompt")
         start, events = await started(request, ask)
         if not ask.stream:
-            done = await unless_gone(request, last(events))
+            done = await unless_gone(request, last(noted(request, events)))
             return JSONResponse({**start, **done})
 
         async def passed_on() -> AsyncIterator[dict[str, str]]:
@@ -135,9 +135,7 @@ def create_app(backend: Backend, settings: Settings) -> ASGIApp:
         if not ask.stream:
 
             async def all_of() -> dict[str, Any]:
-                async for name, value in recorded(request, events):
-                    if name == "error":
-                        raise Refused(503, value["error"]["message"], value["error"]["code"])
+                async for name, value in noted(request, events):
                     completion.take(name, value)
                 return completion.body()
 
@@ -217,18 +215,26 @@ def streamed(events: AsyncIterator[dict[str, str]]) -> Response:
     return EventSourceResponse(events, ping=15, sep="\n", send_timeout=30)
 
 
-async def recorded(request: Request, events: Events) -> Events:
-    """The events; what the last one says goes into the log. An error after the start is an event, too."""
+async def noted(request: Request, events: Events) -> Events:
+    """The events; what the last one says goes into the log."""
     try:
         async for name, value in events:
             if name == "done":
                 request.state.about.update(value["relaylm"])
             yield name, value
+    finally:
+        await events.aclose()  # type: ignore[attr-defined]
+
+
+async def recorded(request: Request, events: Events) -> Events:
+    """The same for a stream: an error after the start is an event, too."""
+    try:
+        async with contextlib.aclosing(noted(request, events)) as all_of:  # type: ignore[type-var]
+            async for event in all_of:
+                yield event
     except Refused as error:
         request.state.about["error"] = error.code
         yield "error", error.body
-    finally:
-        await events.aclose()  # type: ignore[attr-defined]
 
 
 async def last(events: Events) -> dict[str, Any]:

@@ -1,22 +1,21 @@
 """OpenAI's text completions, made of the events of a request.
 
 A row is written in any order. A stream can only add text at the end, so it sends the left-most finished text: what
-stands before the first position that is still masked.
+stands before the first position that is still masked. (Under a rule that masks positions again all of it comes last.)
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 from relaylm.serve.request import Ask
 
 
-def cut_at(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """The text up to the first stop, and whether there was one."""
-    ends = [end for stop in stops if (end := text.find(stop)) >= 0]
+def cut_at(text: str, stops: Sequence[str], start: int = 0) -> tuple[str, bool]:
+    """The text up to the first stop from a place on, and whether there was one."""
+    ends = [end for stop in stops if (end := text.find(stop, start)) >= 0]
     return (text[: min(ends)], True) if ends else (text, False)
 
 
@@ -26,53 +25,58 @@ class Completion:
     def __init__(self, ask: Ask, start: dict[str, Any]) -> None:
         self.ask, self.created = ask, int(time.time())
         self.frame = {"id": start["id"], "object": "text_completion", "created": self.created, "model": start["family"]}
-        self.given: list[list[str | None]] = start["given"]
-        rows = len(self.given)
-        self.written: list[dict[int, tuple[str, float | None]]] = [{} for _ in range(rows)]  # piece and logprob
-        self.texts, self.shown, self.ended = [""] * rows, [""] * rows, [False] * rows
+        self.leads: list[int] = start["leads"]
+        rows = len(self.leads)
+        self.logprobs: list[dict[int, float | None]] = [{} for _ in range(rows)]  # by position
+        self.texts, self.shown = [""] * rows, [""] * rows
         self.done: dict[str, Any] = {}
 
     def take(self, name: str, event: dict[str, Any]) -> None:
         """Take note of an event."""
         if name == "written":
-            pieces = zip(event["texts"], event["logprobs"], strict=True)
-            self.written[event["row"]].update(zip(event["positions"], pieces, strict=True))
+            self.logprobs[event["row"]].update(zip(event["positions"], event["logprobs"], strict=True))
             self.texts[event["row"]] = event["finished"]
         elif name == "done":
             self.done, self.texts = event, event["completions"]
 
     def body(self) -> dict[str, Any]:
         """The whole answer."""
-        choices = [self._choice(row, *cut_at(text, self.ask.stop), last=True) for row, text in enumerate(self.texts)]
+        choices = [self._choice(row, *self._cut(row), last=True) for row in range(len(self.texts))]
         return {**self.frame, "choices": choices, "usage": self.done["usage"], "relaylm": self.done["relaylm"]}
 
     def chunks(self) -> Iterator[dict[str, Any]]:
         """What can be sent now and was not sent before. Text that may become a stop is held back, and half a
-        character."""
+        character. Many clients look into the first choice of every chunk, so what concerns the whole answer comes with
+        the last row's end, and in a chunk without choices only what was asked for so."""
         last, longest = bool(self.done), max(map(len, self.ask.stop), default=1) - 1
-        for row, text in enumerate(self.texts):
-            cut, stopped = cut_at(text, self.ask.stop)
-            ends = last or stopped
-            if not ends:
-                cut = cut[: len(cut) - longest].rstrip("\ufffd")
-            if self.ended[row] or not (ends or (cut != self.shown[row] and cut.startswith(self.shown[row]))):
+        for row, shown in enumerate(self.shown):
+            cut, stopped = self._cut(row)
+            if not last and not stopped:
+                cut = cut[: max(len(cut) - longest, 0)].rstrip("\ufffd")
+            if not last and (cut == shown or not cut.startswith(shown)):
                 continue
-            choice = self._choice(row, cut[len(self.shown[row]) :], stopped, last=ends)
-            self.shown[row], self.ended[row] = cut, ends
-            yield {**self.frame, "choices": [choice]}
-        if last:
-            usage = {"usage": self.done["usage"]} if self.ask.stream_options else {}
-            yield {**self.frame, "choices": [], **usage, "relaylm": self.done["relaylm"]}
+            self.shown[row] = cut
+            whole = {"relaylm": self.done["relaylm"]} if last and row == len(self.shown) - 1 else {}
+            yield {**self.frame, "choices": [self._choice(row, cut, stopped, last, len(shown))], **whole}
+        if last and self.ask.stream_options:
+            yield {**self.frame, "choices": [], "usage": self.done["usage"]}
 
-    def _choice(self, row: int, text: str, stopped: bool, last: bool) -> dict[str, Any]:
+    def _cut(self, row: int) -> tuple[str, bool]:
+        """A row's text up to a stop in what was written, and whether there was one."""
+        return cut_at(self.texts[row], self.ask.stop, self.leads[row])
+
+    def _choice(self, row: int, text: str, stopped: bool, last: bool, shown: int = 0) -> dict[str, Any]:
         reason = None if not last else "stop" if stopped else "length"
-        scores = self._scores(row) if last and self.ask.logprobs is not None else None
-        return {"index": row, "text": text, "logprobs": scores, "finish_reason": reason}
+        scores = self._scores(row, len(text) if stopped else None) if last and self.ask.logprobs is not None else None
+        return {"index": row, "text": text[shown:], "logprobs": scores, "finish_reason": reason}
 
-    def _scores(self, row: int) -> dict[str, Any]:
-        """Tokens and their log-probabilities, each when it was written; with `echo` those given, too, without one."""
-        entries = [(piece or "", None) for piece in self.given[row]] if self.ask.echo else []
-        entries = dict(enumerate(entries)) | self.written[row]  # type: ignore[assignment]
-        tokens, logprobs = zip(*(entries[at] for at in sorted(entries)), strict=True)  # type: ignore[call-overload]
-        offsets = [0, *accumulate(map(len, tokens))][:-1]
+    def _scores(self, row: int, end: int | None) -> dict[str, Any]:
+        """Tokens of the text, those that begin before its end, and their log-probabilities, each when it was written;
+        with `echo` those given, too, without one."""
+        known, at, entries = self.logprobs[row], 0, []
+        for position, piece in self.done["tokens"][row]:
+            if (position in known or self.ask.echo) and (end is None or at < end):
+                entries.append((piece, known.get(position), at))
+            at += len(piece)
+        tokens, logprobs, offsets = zip(*entries, strict=True) if entries else ((), (), ())
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}

@@ -54,6 +54,12 @@ class Part:
     cost: Cost | None  # of its calls; of a rule's at the end
     ended: Ended | None = None
 
+    @property
+    def lasting_nL(self) -> np.ndarray:
+        """The tokens that stay: until the end those given, if the rule masks positions again."""
+        again = self.ended is None and self.request.rule is not None and self.request.rule.rates is not None
+        return self.rows.plan.given_nL if again else self.tokens_nL
+
     def end(self, ended: Ended) -> None:
         """Take note of the end."""
         self.ended, self.cost = ended, ended.cost or self.cost
@@ -212,7 +218,7 @@ def start_event(name: str, family: Family, ask: Ask, parts: list[Part], models: 
             texts = [None if token < 0 else piece for token, piece in pairs]
         given += [texts] * ask.n
     known, steps = all(part.cost is not None for part in parts), first.request.steps
-    return {
+    event = {
         "id": f"relaylm-{secrets.token_hex(12)}",
         "family": name,
         "rows": len(given),
@@ -225,6 +231,9 @@ def start_event(name: str, family: Family, ask: Ask, parts: list[Part], models: 
         "given": given,
         "planned": spent(parts) if known else None,
     }
+    if ask.finished:  # characters of each completion that were given
+        event["leads"] = [len(text) for part in parts for text in [completed(family, part, 0, ask)] * ask.n]
+    return event
 
 
 def spent(parts: list[Part]) -> dict[str, Any]:
@@ -255,15 +264,30 @@ def written_event(family: Family, part: Part, event: Event, ask: Ask) -> dict[st
 
 
 def completed(family: Family, part: Part, row: int, ask: Ask) -> str:
-    """The text of a completion as far as it is finished from the left: what follows the prompt up to the suffix; all of
-    the row with `echo` or `infill`."""
-    given_L, tokens_L = part.rows.plan.given_nL[row], part.tokens_nL[row]
-    free = np.flatnonzero(given_L < 0)
-    start, end = free[0], free[-1] + 1
-    if ask.echo or ask.infill is not None:
-        start, end = 0, len(tokens_L) if ask.infill is not None else end
-    masked = np.flatnonzero(tokens_L[start:end] < 0)
-    return _decode(family, tokens_L[start : start + masked[0]] if len(masked) else tokens_L[start:end])
+    """The text of a completion as far as it is finished from the left."""
+    tokens = part.lasting_nL[row][_span(part, row, ask)]
+    masked = np.flatnonzero(tokens < 0)
+    return _decode(family, tokens[: masked[0]] if len(masked) else tokens)
+
+
+def _span(part: Part, row: int, ask: Ask) -> slice:
+    """The positions of a completion's text: what follows the prompt up to the suffix, with `echo` from the row's start
+    on; all of the row with `infill`."""
+    free = np.flatnonzero(part.rows.plan.given_nL[row] < 0)
+    if ask.infill is not None:
+        return slice(0, part.rows.plan.length)
+    return slice(0 if ask.echo else free[0], free[-1] + 1)
+
+
+def _tokens(family: Family, part: Part, row: int, ask: Ask) -> list[tuple[int, str]]:
+    """Positions of a completion's text and what each has of it: the end of a text is the tokenizer's own mark."""
+    span, tokens_L = _span(part, row, ask), part.tokens_nL[row]
+    eos = None if family.tokenizer is None else family.tokenizer.eos_id
+    pieces = [
+        _decode(family, tokens_L[at : at + 1]) if tokens_L[at] == eos else piece
+        for at, piece in enumerate(row_pieces(family, tokens_L))
+    ]
+    return [*enumerate(pieces)][span]
 
 
 def _decode(family: Family, tokens: np.ndarray) -> str:
@@ -294,5 +318,8 @@ def done_event(family: Family, ask: Ask, parts: list[Part], start: dict[str, Any
     if not ask.finished:
         event["pieces"] = [row_pieces(family, tokens_L) for part in parts for tokens_L in part.tokens_nL]
     else:
-        event["completions"] = [completed(family, part, row, ask) for part in parts for row in range(ask.n)]
+        rows = [(part, row) for part in parts for row in range(ask.n)]
+        event["completions"] = [completed(family, part, row, ask) for part, row in rows]
+        if ask.logprobs is not None:
+            event["tokens"] = [_tokens(family, part, row, ask) for part, row in rows]
     return event

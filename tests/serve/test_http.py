@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -14,6 +17,7 @@ import uvicorn
 
 import relaylm
 from relaylm.models.family import Family
+from relaylm.models.tokenizer import Text8Tokenizer
 from relaylm.serve.app import Settings, create_app
 from relaylm.serve.compute import Computer
 from relaylm.serve.host import Host
@@ -146,6 +150,42 @@ def test_completions_cut_and_echo(running: Running, family: Family) -> None:
     assert cut["choices"][0]["text"] == written[0].split(stop)[0] and cut["choices"][0]["finish_reason"] == "stop"
 
 
+class EndsInC(Text8Tokenizer):
+    """A text ends with a mark of its own, which people read as [end]."""
+
+    eos_id = Text8Tokenizer().encode("c")[0]
+
+    def _text(self, ids: list[int]) -> str:
+        return super()._text(ids).replace("c", "<end>")
+
+
+def test_probabilities_are_those_of_the_text_that_is_given(family: Family) -> None:
+    """Under every way to cut and to frame a text its tokens stand where `text_offset` says, in full and no further."""
+    one = Running(replace(family, tokenizer=EndsInC()))
+    ask = {"max_tokens": 20, "n": 3, "seed": 8, "steps": 5, "logprobs": 1}
+    try:
+        free = one.client.post("/v1/completions", json=ask).json()["choices"]
+        assert "<end>" in free[0]["text"]
+        stop = re.search("[a-z]{2}", free[0]["text"].replace("<end>", " "))[0]  # type: ignore[index]
+        frames: list[dict[str, Any]] = [{}, {"prompt": f"to {stop} "}, {"prompt": "the ", "suffix": " of it"}]
+        for more in [*frames, {"infill": "so ____ of the __ c", "max_tokens": None}]:
+            for cut in ({}, {"echo": True}, {"stop": stop}, {"stop": [stop, " "], "echo": True}):
+                for choice in one.client.post("/v1/completions", json={**ask, **more, **cut}).json()["choices"]:
+                    text, scores = choice["text"], choice["logprobs"]
+                    places = list(zip(scores["text_offset"], scores["tokens"], scores["token_logprobs"], strict=True))
+                    assert all(text.startswith(token[: len(text) - at], at) for at, token, _ in places)
+                    assert all(at < len(text) for at, *_ in places)
+                    given = [score for *_, score in places if score is None]
+                    prompt = more.get("prompt", "") if "echo" in cut and "infill" not in more else ""
+                    if "infill" in more:
+                        assert text.startswith("so ") and (not given or cut.get("echo"))
+                    else:  # nothing is left out, and a stop in the prompt is none
+                        assert "".join(token for _, token, _ in places).startswith(text)
+                        assert text.startswith(prompt) and len(given) == len(prompt)
+    finally:
+        one.close()
+
+
 def test_streamed_completions_add_up(running: Running) -> None:
     ask = {"prompt": "the ", "max_tokens": 20, "n": 3, "seed": 5, "steps": 10, "schedule": "sandwich:50%"}
     whole = running.client.post("/v1/completions", json=ask).json()
@@ -155,13 +195,25 @@ def test_streamed_completions_add_up(running: Running) -> None:
         blocks = running.client.post("/v1/completions", json={**fields, "stream": True}).text.strip().split("\n\n")
         assert blocks.pop() == "data: [DONE]"
         texts, reasons = [""] * 3, [None] * 3
-        for block in blocks:
-            for choice in json.loads(block.removeprefix("data: "))["choices"]:
+        chunks = [json.loads(block.removeprefix("data: ")) for block in blocks]
+        assert [chunk for chunk in chunks if "relaylm" in chunk] == chunks[-1:] and all(c["choices"] for c in chunks)
+        for chunk in chunks:
+            for choice in chunk["choices"]:
                 assert reasons[choice["index"]] is None
                 texts[choice["index"]] += choice["text"]
                 reasons[choice["index"]] = choice["finish_reason"]
         assert texts == [choice["text"] for choice in whole["choices"]]
         assert reasons == [choice["finish_reason"] for choice in whole["choices"]]
+
+
+@pytest.mark.parametrize("rule", ["remdm-cap:0.3", "remdm-conf", "low-confidence", None])
+def test_a_stream_never_takes_text_back(running: Running, rule: str | None) -> None:
+    """Rules that mask positions again write another token there, so nothing can be sent before the end."""
+    for seed in range(8):
+        ask = {"prompt": "the ", "max_tokens": 24, "steps": 8, "seed": seed, "rule": rule, "echo": seed % 2 == 0}
+        whole = running.client.post("/v1/completions", json=ask).json()["choices"][0]["text"]
+        blocks = running.client.post("/v1/completions", json={**ask, "stream": True}).text.strip().split("\n\n")
+        assert "".join(json.loads(block[6:])["choices"][0]["text"] for block in blocks[:-1]) == whole
 
 
 def test_the_openai_client_works(running: Running, family: Family) -> None:
@@ -181,8 +233,11 @@ def test_the_openai_client_works(running: Running, family: Family) -> None:
     ).texts[0]
     assert "the " + whole.choices[0].text == text and whole.usage.completion_tokens == 12
     chunks = list(client.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
-    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
-    assert chunks[-1].usage.completion_tokens == 12
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
+    assert chunks[-1].usage.completion_tokens == 12 and not chunks[-1].choices
+    chunks = list(client.completions.create(**ask, stream=True))  # now all chunks have a choice
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert chunks[-1].relaylm["calls"] == whole.relaylm["calls"]
     with pytest.raises(openai.BadRequestError, match="best_of"):
         client.completions.create(**ask, best_of=3)
 
@@ -220,6 +275,34 @@ def test_health_metrics_and_headers(running: Running) -> None:
     assert value(after, "relaylm_requests_total") - value(before, "relaylm_requests_total") == 1
     page = running.client.get("/")
     assert page.status_code == 200 and "default-src 'none'" in page.headers["content-security-policy"]
+
+
+def test_the_log_says_what_a_request_cost(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "relaylm.serve"):
+        answers = [running.client.post("/v1/denoise", json={**ASK, "stream": stream}) for stream in (False, True)]
+        until = time.monotonic() + 20
+        while len(caplog.records) < 2 and time.monotonic() < until:  # a line is written after its answer
+            time.sleep(0.01)
+    for record, answer in zip(caplog.records, answers, strict=True):
+        facts, about = vars(record)["facts"], json.loads(answer.text.strip().split("data: ")[-1])["relaylm"]
+        assert facts["status"] == 200 and facts["rows"] == 2
+        assert facts["calls"] == about["calls"] and facts["flops"] == about["flops"]
+        assert ASK["prompt"] not in str(facts) and ASK["prompt"] not in record.getMessage()
+
+
+def test_who_takes_too_long_is_told_so(family: Family) -> None:
+    one = Running(family, timeout=0.01)
+    try:
+        for path, length in (("/v1/denoise", "length"), ("/v1/completions", "max_tokens")):
+            ask = {length: 32, "steps": "inf", "n": 64}
+            whole = one.client.post(path, json={**ask, "stream": False})
+            assert whole.status_code == 504 and whole.json()["error"]["code"] == "timeout"
+            streamed = one.client.post(path, json={**ask, "stream": True})
+            last = streamed.text.strip().split("data: ")[-1]
+            assert streamed.status_code == 200 and json.loads(last)["error"]["code"] == "timeout"
+        assert one.settled()
+    finally:
+        one.close()
 
 
 def test_the_key_is_needed_where_there_is_one(family: Family) -> None:
