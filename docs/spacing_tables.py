@@ -12,7 +12,7 @@ from tables import FAMILIES, listed, load, table
 
 from relaylm.core.schedule import Spacing
 from relaylm.core.spacing import expected_calls
-from relaylm.studies.record.front import KINDS
+from relaylm.studies.record.front_figures import KINDS
 
 FIRST = {  # cells of README's table: T = L, as few uniform steps as the spacing has calls, the spacing, surest first
     "wiki-bpe": ("uniform:512", "uniform:64", "spaced:46", "surest:37"),

@@ -15,7 +15,7 @@ Cells of the `--few` kinds, slow ones, have a quarter of the rows (`n` of a cell
 after every cell. Samples and bounds go through the store, so the same command resumes; cells of OUT.json that a command
 does not name stay in it, if it is about the same family, rows and precision. `--also @SEARCH.json` takes what a search
 (`relaylm search --json`) chose at those of its budgets that are levels here; with `--kinds sets` it is compared
-with spaced sets, too. With `--draw` only the figure is made, OUT.svg.
+with spaced sets, too. With `--draw` only the figures are made: OUT.svg, and calls.svg of all records beside OUT.json.
 """
 
 from __future__ import annotations
@@ -46,36 +46,14 @@ from relaylm.models.family import Family
 from relaylm.sampling.result import reference_flops
 from relaylm.sampling.rules import RULES, level_calls, llada_counts, parse_rule
 from relaylm.sampling.sample import sample
-from relaylm.show.colours import BLACK, BROWN, GREEN, MARKERS, RED, VIOLET
-from relaylm.show.figures import finish, new_figure, nth, points, save_figure
 from relaylm.studies.paper.contrasts import paired
 from relaylm.studies.record.common import about, command
+from relaylm.studies.record.front_figures import KINDS, draw, draw_calls
 
 SEED = 1000  # of the samples; rows that no search has seen
 TRIED = 32  # rows of a calibrating run
-TICKS = (0.5, 0.67, 0.8, 0.9, 0.95)
-PARTS = {
-    "samples": "samples: extra log-perplexity, hundredths",
-    "bound": "likelihood: loss, hundredths of a nat a position",
-}
 FEW = ("inf", "eb", "low-confidence")
 MIXED = {"light-first": "L25% H75%", "sandwich": "L12.5% H75% L12.5%", "light-last": "H75% L25%"}
-KINDS = {  # in the order in which they are measured
-    "sets": "spaced sets",
-    "uniform": "uniform steps",
-    "surest": "surest first, spaced",
-    "light-first": "light first, spaced sets",
-    "sandwich": "sandwich, spaced sets",
-    "light-last": "light last, spaced sets",
-    "smaller": "one smaller model, spaced sets",
-    "inf": "one position at a time",
-    "prefix": "spaced, in the plan's order",
-    "middle": "one middle model, uniform steps",
-    "dus": "DUS",
-    "eb": "EB-Sampler",
-    "low-confidence": "low-confidence",
-    "tuner": "the tuner's choice",  # by --also @SEARCH.json
-}
 
 
 @dataclass(frozen=True)
@@ -324,10 +302,12 @@ def main() -> None:
         also={"action": "append", "default": [], "metavar": "WHAT", "help": "schedule, rule or @SEARCH.json"},
         device="auto",
         store=(Path, "samples and bounds (default: OUT.store)"),
-        draw=(False, "only the figure, from what is there"),
+        draw=(False, "only the figures, from what is there"),
     )
     if options.draw:
         print(draw(json.loads(options.out.read_text()), options.out.with_suffix(".svg")))
+        records = [json.loads(path.read_text()) for path in sorted(options.out.parent.glob("*.json"))]
+        print(draw_calls(records, options.out.with_name("calls.svg")))
         return
     kinds = [kind for kind in KINDS if kind in options.kinds.split(",")]
     few = options.few.split(",")
@@ -385,55 +365,6 @@ def line(row: dict[str, Any]) -> str:
 
     what = f"{row['kind']:<14} {row['label']:<34} {row['calls']:6.1f} calls {row['saved']:7.1%} saved"
     return f"{what}  samples {shown(row['samples']):<16} bound {shown(row['bound'])}"
-
-
-# ------------------------------------------------------------------------------------------------ the figure
-
-
-def draw(result: dict[str, Any], path: Path) -> Path:
-    """Loss over the share saved, a line for each kind; samples on the left, likelihood on the right. An axis reaches as
-    far as uniform steps at 90% saved; a kind that lies outside as a whole is named at the edge."""
-    figure = new_figure(11.0, 4.8)
-    panels = figure.subplots(1, 2)
-    kinds = [kind for kind in KINDS if kind != "inf" and any(row["kind"] == kind for row in result["cells"])]
-    for axes, part in zip(panels, PARTS, strict=True):
-        cells = [row for row in result["cells"] if (row[part] or {}).get("loss") is not None]
-        high = 1.1 * max(row[part]["loss"] for row in cells if row["kind"] == "uniform" and row["level"] < 0.94)
-        low = 1.25 * min(0.0, *(row[part]["loss"] for row in cells if row["kind"] in ("sets", "surest")))
-        outside = []
-        for kind in kinds:
-            rows = sorted((row for row in cells if row["kind"] == kind), key=lambda row: row["saved"])
-            y_P = np.array([row[part]["loss"] for row in rows])
-            if not rows or y_P.min() > high or y_P.max() < low:
-                outside += [f"{KINDS[kind]}: {y_P.min():+.0f} to {y_P.max():+.0f}"] if rows else []
-                continue
-            x, ci = [1 - row["saved"] for row in rows], [row[part]["ci"] for row in rows]
-            points(axes, x, y_P, ci, label=KINDS[kind], elinewidth=0.8, capsize=2, **look(kind))
-        if outside:
-            axes.text(0.02, 0.98, "\n".join(["off the scale:", *outside]), va="top", size=7, transform=axes.transAxes)
-        axes.set_xscale("log")
-        axes.set_xlim(0.56, 0.042)
-        axes.set_xticks([1 - level for level in TICKS], [f"{level:.0%}" for level in TICKS])
-        axes.set_xticks([], minor=True)
-        axes.set_ylim(low, high)
-        saved = f"FLOPs saved, of {result['heavy']} in T = {result['length']} uniform steps"
-        finish(axes, saved, PARTS[part], legend=False, zero=BLACK)
-    handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles, loc="outside right upper", frameon=False, fontsize=8)
-    what = "what is lost when FLOPs are saved (lower is better)"
-    return save_figure(figure, path, f"{result['family']['name']}: {what}")
-
-
-def look(kind: str) -> dict[str, Any]:
-    """How a kind is drawn: solid lines for the heavy model, dashed ones for others, three bold."""
-    single = ("sets", "uniform", "surest", "prefix", "dus", "eb", "low-confidence")
-    others = {"light-first": VIOLET, "sandwich": BROWN, "light-last": BLACK, "smaller": "0.5", "middle": RED}
-    others |= {"tuner": GREEN}
-    if kind in others:
-        return {"color": others[kind], "marker": MARKERS[-1 - list(others).index(kind)], "linestyle": "--",
-                "linewidth": 1.0, "markersize": 4.0}  # fmt: skip
-    width = 2.2 if kind in single[:3] else 1.0
-    return {"linewidth": width, "markersize": 3 + width, **nth(single.index(kind))}
 
 
 if __name__ == "__main__":
