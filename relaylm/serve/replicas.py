@@ -70,7 +70,7 @@ class Replicas:
 
     def __init__(self, handle: Any, losses: tuple[type[BaseException], ...], status: Any) -> None:
         self.handle, self.losses, self.status = handle, losses, status
-        self.metrics_of, self.under_way = Metrics(), 0
+        self.metrics_of, self.under_way, self.rows = Metrics(), 0, 0
 
     async def ask(self, method: str, *values: Any) -> Any:
         """One answer of any replica."""
@@ -97,17 +97,20 @@ class Replicas:
         return await self.ask("schedule", ask)
 
     async def health(self) -> dict[str, Any]:
-        """Replicas that run, and requests under way."""
-        return {"replicas": await asyncio.to_thread(self.status), "requests": self.under_way}
+        """Replicas that run, and requests under way; refused if none runs."""
+        if not (replicas := await asyncio.to_thread(self.status)):
+            raise lost()
+        return {"replicas": replicas, "requests": self.under_way}
 
     async def metrics(self) -> bytes:
-        """Prometheus' text: of requests and tokens only; calls are counted where they are made."""
-        return self.metrics_of.text(self.under_way, 0)
+        """Prometheus' text: of requests, their rows and tokens only; calls are counted where they are made."""
+        return self.metrics_of.text(self.rows, 0)
 
     async def stream(self, ask: Ask) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         """The events of a request, each once, whatever becomes of replicas."""
-        started, passed = False, Counter[int]()  # calls of each row that were passed on
-        self.under_way += 1
+        family, passed = None, Counter[int]()  # calls of each row that were passed on
+        rows = ask.n * len(ask.prompts)
+        self.under_way, self.rows = self.under_way + 1, self.rows + rows
         try:
             for _ in range(TRIES):
                 seen, events, ended = Counter[int](), self.handle.options(stream=True).stream.remote(ask), False
@@ -116,7 +119,7 @@ class Replicas:
                         if name == "refused":
                             raise value
                         if name == "start":
-                            started, again = True, started
+                            again, family = family is not None, value["family"]
                             if again:
                                 continue
                         if name == "written":
@@ -125,8 +128,8 @@ class Replicas:
                             if seen[row] <= passed[row]:
                                 continue
                             passed[row] += 1
-                            self.metrics_of.tokens.labels(ask.model or "").inc(len(value["tokens"]))
                         if name == "done":
+                            self.metrics_of.tokens.labels(family).inc(value["usage"]["completion_tokens"])
                             self.metrics_of.request(value["relaylm"])
                         yield name, value
                     ended = True
@@ -139,7 +142,7 @@ class Replicas:
                             await asyncio.to_thread(events.cancel)
             raise lost()
         finally:
-            self.under_way -= 1
+            self.under_way, self.rows = self.under_way - 1, self.rows - rows
 
 
 def lost() -> Refused:

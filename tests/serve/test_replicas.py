@@ -51,6 +51,37 @@ class Handle:
         return self
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_replicas_do_is_counted(family: Family, stream: bool) -> None:
+    computer = Computer({"tiny": family}, Limits())
+    ask = Ask(prompt=("a", "the "), max_tokens=5, steps=4, n=3, seed=3, stream=stream)
+    backend = Replicas(Handle(Host({"tiny": family}, Limits(), computer), [1, 10**9]), (Lost,), None)
+
+    async def talk() -> bytes:
+        events = backend.stream(ask)
+        await anext(events)
+        there = await backend.metrics()
+        async for _ in events:
+            pass
+        return there
+
+    computer.start()
+    try:
+        there = asyncio.run(talk()).decode()
+    finally:
+        computer.close()
+    assert "relaylm_rows_in_flight 6.0" in there
+    after = asyncio.run(backend.metrics()).decode()
+    assert 'relaylm_tokens_total{family="tiny"} 30.0' in after and "relaylm_rows_in_flight 0.0" in after
+
+
+def test_without_a_replica_the_server_is_not_healthy() -> None:
+    assert asyncio.run(Replicas(None, (Lost,), lambda: 2).health()) == {"replicas": 2, "requests": 0}
+    with pytest.raises(Refused) as refused:
+        asyncio.run(Replicas(None, (Lost,), lambda: 0).health())
+    assert refused.value.status == 503
+
+
 @pytest.mark.parametrize("losses", [[10**9], [0, 10**9], [5, 10**9], [1, 9, 10**9]])
 def test_a_lost_replica_is_not_seen_in_the_stream(family: Family, losses: list[int]) -> None:
     computer = Computer({"tiny": family}, Limits())
@@ -63,9 +94,11 @@ def test_a_lost_replica_is_not_seen_in_the_stream(family: Family, losses: list[i
     computer.start()
     try:
         expected = asyncio.run(all_of(host))
-        found = asyncio.run(all_of(Replicas(Handle(host, losses), (Lost,), None)))
+        found = asyncio.run(all_of(backend := Replicas(Handle(host, losses), (Lost,), None)))
     finally:
         computer.close()
+    metrics = asyncio.run(backend.metrics()).decode()
+    assert 'relaylm_tokens_total{family="tiny"} 32.0' in metrics and "relaylm_rows_in_flight 0.0" in metrics
     for events in (expected, found):
         events[0][1].pop("id")
         for name in ("seconds_queued", "seconds_computing"):
