@@ -1,4 +1,4 @@
-"""Schedules side by side, paired. Example: relaylm compare --schedules heavy,sandwich:25%,light"""
+"""Schedules side by side, paired. Example: relaylm compare heavy sandwich:25% "heavy spaced:16" """
 
 import argparse
 
@@ -9,6 +9,7 @@ from relaylm.cli.options import add_shared, at_least_2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags."""
     add = parser.add_argument
+    add("asked", nargs="*", metavar="SCHEDULE", help="what to compare, a word each")
     add_shared(parser, "family schedules")
     add("-n", "--n", type=at_least_2, default=400, help="samples of each schedule")
     add_shared(parser, "steps length prompts judge recipe")
@@ -24,7 +25,7 @@ def run(args: argparse.Namespace) -> tools.Result:
     from relaylm.measure.compare import compare, render
     from relaylm.show.figures import plot_compare
 
-    schedules, prompts = tools.read_schedules(args.schedules), tools.read_lines(args.prompts)
+    schedules, prompts = tools.asked_schedules(args), tools.read_lines(args.prompts)
     family = tools.load_family(args)
     length = args.length or family.length
     with tools.open_workers(family, args.cluster) as cluster:

@@ -8,6 +8,7 @@ from relaylm.cli.options import add_shared
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags."""
+    parser.add_argument("asked", nargs="*", metavar="SCHEDULE", help="what to price, a word each")
     add_shared(parser, "family schedules steps length")
     parser.add_argument("--budget", help="mark what is over it: a share to save (25%%, 25%% ms), 3e12flops, 40ms, 12J")
     add_shared(parser, "light heavy batch-size fresh device", fresh="measure again what the table has")
@@ -18,7 +19,7 @@ def run(args: argparse.Namespace) -> tools.Result:
     from relaylm.core.cost import parse_budget
     from relaylm.measure.prices import cost_table, render
 
-    schedules = tools.read_schedules(args.schedules)
+    schedules = tools.asked_schedules(args)
     budget = None if args.budget is None else parse_budget(args.budget)
     family = tools.load_family(args)
     same = tools.chosen(args, "length steps batch_size light heavy fresh")

@@ -53,7 +53,7 @@ def _flag(text: str, **options: Any) -> dict[str, Any]:
 
 SHARED = {
     "family": _flag("a bundled name, a folder, a checkpoint or a hub id (default: wiki-bpe, or RELAYLM_FAMILY)"),
-    "schedules": _flag("schedules, separated by commas", default="heavy,sandwich:25%,light"),
+    "schedules": _flag("schedules separated by commas, instead of words (default: heavy,sandwich:25%%,light)"),
     "steps": _flag("denoising steps, or inf (default: the length)", type=steps_type),
     "length": _flag("positions in a sample (default: the family's)", type=positive),
     "prompts": _flag("text file, one prompt in a line; row r continues prompt r", metavar="FILE"),

@@ -1,9 +1,10 @@
 """How much positions know of each other, by distance. Example: relaylm pairs --rows 16 --plot pairs.png"""
 
 import argparse
+import math
 
 from relaylm.cli import tools
-from relaylm.cli.options import add_shared, at_least_2, positive
+from relaylm.cli.options import add_shared, at_least_2
 from relaylm.errors import UserError
 
 
@@ -17,9 +18,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rows", type=at_least_2, default=64, help="rows to measure on")
     add_shared(parser, "length")
     add("--max-loss", type=float, metavar="NATS", help="name the smallest spacing with at most this loss a position")
-    add("--calls", type=positive, help="name the largest spacing with at most so many calls a row")
+    text = (
+        "name the largest spacing with at most so many calls a row (16), or that saves a share of those of T = L (90%%)"
+    )
+    add("--budget", "--calls", metavar="CALLS", help=text)
     add("--keep", action="store_true", help="keep the table in the family's folder, and its spacing as the default")
     add_shared(parser, "plot seed device")
+
+
+def calls_within(budget: str | None, length: int) -> float:
+    """Calls of a row: as many as named, or what a share to be saved leaves of those that T = L uniform steps make."""
+    try:
+        share, calls = (budget or "").endswith("%"), float((budget or "inf").removesuffix("%"))
+    except ValueError:
+        share, calls = False, math.nan
+    if not (0 <= calls < 100 if share else calls >= 1):
+        raise UserError(f"{budget!r} is no budget: write calls of a row (16), or the share of them to be saved (90%)")
+    return (1 - calls / 100) * length * (1 - (1 - 1 / length) ** length) if share else calls
 
 
 def run(args: argparse.Namespace) -> tools.Result:
@@ -36,6 +51,7 @@ def run(args: argparse.Namespace) -> tools.Result:
 
     family = tools.load_family(args)
     name, length = family.named(args.model or family.heavy), args.length or family.length
+    budget = calls_within(args.budget, length)
     if args.keep and (family.stored is None or name != family.roles()[1] or length != family.length):
         raise UserError("a family in a folder keeps the table of its heavy model at its own length: leave both out")
     if args.samples:
@@ -56,8 +72,8 @@ def run(args: argparse.Namespace) -> tools.Result:
     chosen = {"as good as T = L": predicted.default_spacing(table, length)}
     if args.max_loss is not None:
         chosen[f"loss at most {args.max_loss:g}"] = predicted.smallest_spacing(table, length, args.max_loss)
-    if args.calls is not None:
-        chosen[f"at most {args.calls} calls"] = spread_over(args.calls, length)
+    if args.budget is not None:
+        chosen[f"at most {budget:.3g} calls"] = spread_over(budget, length)
     found = {
         label: {
             "spacing": str(spacing),

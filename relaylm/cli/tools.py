@@ -70,6 +70,14 @@ def read_schedules(texts: str) -> list[str]:
     return found
 
 
+def asked_schedules(args: argparse.Namespace) -> list[str]:
+    """The schedules that a command names, one in a word, or separated by commas in --schedules."""
+    if args.asked and args.schedules is not None:
+        raise UserError("name schedules as words or in --schedules, not both")
+    listed = "heavy,sandwich:25%,light" if args.schedules is None else args.schedules
+    return [text for words in args.asked or [listed] for text in read_schedules(words)]
+
+
 def split_list(text: str | None) -> list[str] | None:
     """Words separated by commas; None if there are none."""
     return [word.strip() for word in (text or "").split(",") if word.strip()] or None

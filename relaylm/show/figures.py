@@ -163,7 +163,7 @@ def finish(
 
 
 def save_figure(figure: Any, path: str | Path, title: str = "") -> Path:
-    """Write a figure, with a title above all of it, in the format that the name says: the same figure, the same bytes."""
+    """Write a figure, with a title above it, in the format that the name says. The same figure has the same bytes."""
     from matplotlib import rc_context
     from matplotlib.text import Text
     from matplotlib.ticker import FixedFormatter, FuncFormatter

@@ -76,8 +76,8 @@ FLAGS = {
     | {"--family", "--text", "--states", "--pairs", "--timesteps", "--sequences", "--plot", "--seed", "--device"}
     | {"--twin"},
     "pairs": COMMON
-    | {"--family", "--model", "--text", "--samples", "--rows", "--length", "--max-loss", "--calls", "--plot", "--seed"}
-    | {"--keep", "--device"},
+    | {"--family", "--model", "--text", "--samples", "--rows", "--length", "--max-loss", "--budget", "--calls"}
+    | {"--keep", "--plot", "--seed", "--device"},
     "bound": COMMON
     | {"--family", "--text", "--model", "--schedule", "-T", "--steps", "--rows", "--draws", "--seed", "--device"}
     | {"--rule"},
@@ -477,12 +477,21 @@ def test_spaced_schedules_in_every_command(judged: str, tmp_path: Path, capsys: 
     assert run("sample", "--family", judged, "--spacing", "4", "--svg", str(tmp_path / "a.svg")) == 0
     assert run("sample", "--family", judged, "--spacing", "4", "--html", str(tmp_path / "a.html")) == 0
     capsys.readouterr()
-    rows = result("compare", "--schedules", "L50% H50% spaced:6,heavy", "-n", "4", "--bound", str(text))["rows"]
+    rows = result("compare", "L50% H50% spaced:6", "heavy", "-n", "4", "--bound", str(text))["rows"]
     assert rows[0]["steps"] is None and rows[0]["flops_saved"] > 0 and rows[0]["bound"]["bits"] > 0
     assert any(row["rival"] == "heavy with a smaller spacing" for row in rows)
     assert result("bound", "--text", str(text), "--rows", "3", "--schedule", "heavy spaced:4")["bounds"]
-    table = result("pairs", "--text", str(text), "--rows", "3", "--max-loss", "0.5", "--calls", "5")
+    measured = ("pairs", "--text", str(text), "--rows", "3")
+    table = result(*measured, "--max-loss", "0.5", "--budget", "5")
     assert len(table["choices"]) == 3 and len(table["nats"]) == len(table["shares"])
+    length = table["length"]
+    calls = length * (1 - (1 - 1 / length) ** length)  # of T = L, on average
+    assert 0 < result(*measured, "--budget", "75%")["choices"][f"at most {calls / 4:.3g} calls"]["calls"] <= calls / 4
+    for wrong in ("0", "100%", "-5%", "many", "nan"):
+        assert run(*measured, "--family", judged, f"--budget={wrong}") == 2
+        assert "is no budget: write calls" in capsys.readouterr().err
+    assert run("compare", "heavy", "--schedules", "light", "--family", judged) == 2
+    assert "not both" in capsys.readouterr().err
 
 
 def test_compare_importance_and_bound(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
