@@ -208,6 +208,19 @@ def test_the_strip_is_edited_by_keyboard_and_pointer(view: Any, address: str, fa
     assert view.locator("#result").is_hidden() and view.locator("#run").is_visible()
 
 
+def test_a_run_takes_what_is_being_typed(view: Any, address: str) -> None:
+    """Ctrl and Enter run without leaving the field; the strip, the lane and the code are of the schedule that runs."""
+    opened(view, address, length="32", compare="no")
+    for text, code, stretches in (("light", "light", 1), ("L25% H75% spaced:9", "'L25% H75%'", 2)):
+        view.locator("#schedule").fill(text)
+        view.keyboard.press("Control+Enter")
+        for part in (".segment", ".track i"):
+            sync_api.expect(view.locator(part)).to_have_count(stretches)
+        assert f"--schedule {code} \\\n" in view.locator("#snippet").text_content()
+    assert view.locator("#number").input_value() == "9"
+    view.locator("#save:not([disabled])").wait_for()
+
+
 def test_a_link_restores_and_the_code_says_the_same(
     view: Any, address: str, family: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,7 +308,58 @@ def test_a_hostile_text_is_text(view: Any, address: str, tmp_path: Path) -> None
     assert text_of(view.locator("section").first).count(HOSTILE) == 2 and view.locator("img").count() == 0
 
 
-# The least contrast of any text with what is behind it, by WCAG's formula, and that text.
+def test_what_the_server_takes_the_page_sends(view: Any, address: str, family: Any) -> None:
+    """Numbers between the steps of a field's arrows, too; what the server does not take it says."""
+    opened(view, address, schedule="L8 H8 L8", length="24", temperature="0.85", top_p="0.97", compare="no")
+    assert view.get_by_label("Share, %").input_value() == "33.4"
+    run(view)
+    asked: dict[str, Any] = {"prompt": "the ", "length": 24, "seed": 3, "temperature": 0.85, "top_p": 0.97}
+    assert text_of(view.locator(".lane")) == relaylm.sample(family, "L8 H8 L8", **asked).texts[0]
+    view.locator("#seed").fill("-1")
+    view.locator("#run").click()
+    sync_api.expect(view.locator("#problem")).to_contain_text("seed must be a whole number")
+
+
+def test_what_is_pointed_at_is_told_wherever_it_is(view: Any, address: str) -> None:
+    """The line about a token may lie over the text, at the bottom of the window: it neither comes and goes under the
+    pointer nor covers the token to which the keyboard goes."""
+    view.set_viewport_size({"width": 700, "height": 500})
+    opened(view, address, length="256", schedule="light", compare="no", pace="spacing", number="32")
+    run(view)
+    token, line = view.locator(".text span").nth(80), view.locator(".inspect")
+    token.evaluate("span => scrollBy(0, span.getBoundingClientRect().bottom - innerHeight + 2)")
+    box = token.bounding_box()
+    for x in (2, 4, 3):
+        view.mouse.move(box["x"] + x, box["y"] + 8)
+        view.wait_for_timeout(60)
+        assert "position 81 of 256" in line.text_content()
+    view.mouse.move(0, 0)
+    view.locator(".text").focus()
+    view.keyboard.press("Home")
+    for _ in range(6):
+        view.keyboard.press("ArrowDown")
+        token, covering = view.locator(".text .on").bounding_box(), line.bounding_box()
+        assert token["y"] + token["height"] <= covering["y"], "the line about the token covers it"
+
+
+def test_the_keyboard_stays_where_run_and_stop_are(view: Any, address: str) -> None:
+    opened(view, address, length="256", pace="steps", number="128")
+    view.locator("#run").focus()
+    for key, wanted in (("Enter", "stop"), ("Enter", "run"), ("Control+Enter", "run"), ("Escape", "run")):
+        view.keyboard.press(key)
+        if key == "Control+Enter":
+            view.locator("#stop").wait_for()
+            continue
+        sync_api.expect(view.locator(f"#{wanted}")).to_be_focused()
+    opened(view, address, length="24", pace="spacing", number="8")
+    view.locator("#run").focus()
+    view.keyboard.press("Enter")
+    view.locator("#save:not([disabled])").wait_for()
+    sync_api.expect(view.locator("#run")).to_be_focused()
+
+
+# The least contrast, by WCAG's formula, of any text with what is behind it, and of the edge of any field and of what is
+# chosen with what is around it; and which that is.
 CONTRAST = """() => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const seen = colours => {
@@ -304,17 +368,28 @@ CONTRAST = """() => {
   };
   const light = rgb => rgb.map(c => c / 255).map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
     .reduce((sum, c, k) => sum + c * [0.2126, 0.7152, 0.0722][k], 0);
-  let worst = [99, ""];
+  const contrast = (colour, under) => {
+    const behind = [];
+    for (let at = under; at; at = at.parentElement) behind.unshift(getComputedStyle(at).backgroundColor);
+    const [a, b] = [light(seen(behind)), light(seen([...behind, colour]))];
+    return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  };
+  const worst = { text: [99, ""], edge: [99, ""] };
+  const note = (kind, ratio, what) => { if (ratio < worst[kind][0]) worst[kind] = [ratio, what]; };
   const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (texts.nextNode()) {
     const element = texts.currentNode.parentElement;
     if (!texts.currentNode.data.trim() || !element.checkVisibility()) continue;
     if (element.closest(".mask, :disabled, option")) continue;
-    const behind = [];
-    for (let at = element; at; at = at.parentElement) behind.unshift(getComputedStyle(at).backgroundColor);
-    const [a, b] = [light(seen(behind)), light(seen([...behind, getComputedStyle(element).color]))];
-    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (ratio < worst[0]) worst = [ratio, texts.currentNode.data];
+    note("text", contrast(getComputedStyle(element).color, element), texts.currentNode.data);
+  }
+  const fields = "select, textarea, input:not([type=radio], [type=checkbox], [type=range])";
+  const chosen = ".switch :checked + span, [aria-pressed=true]:not(.segment)";
+  for (const element of document.querySelectorAll(fields + ", " + chosen)) {
+    if (!element.checkVisibility() || element.disabled) continue;
+    const { borderTopColor, borderTopWidth } = getComputedStyle(element);
+    const ratio = parseFloat(borderTopWidth) ? contrast(borderTopColor, element.parentElement) : 1;
+    note("edge", ratio, element.outerHTML.slice(0, 80));
   }
   return worst;
 }"""
@@ -333,8 +408,8 @@ def test_on_a_phone_nothing_is_cut_off_and_all_is_legible(chrome: Any, address: 
     assert "by " in view.locator(".inspect").first.text_content()
     assert view.evaluate("document.documentElement.scrollWidth") == width
     for _ in range(2):
-        ratio, text = view.evaluate(CONTRAST)
-        assert ratio >= 4.5, text
+        worst = view.evaluate(CONTRAST)
+        assert worst["text"][0] >= 4.5 and worst["edge"][0] >= 3, worst
         view.locator("#theme").click()
     context.close()
 

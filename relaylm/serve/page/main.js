@@ -10,7 +10,9 @@ const PRESETS = ["heavy", "sandwich:25%", "sandwich:50%", "small-first:25%", "li
 const MORE = ["suffix", "rule", "temperature", "top_p"];
 const FIELDS = ["model", "prompt", "infill", "length", "seed", "schedule", "pace", "number", ...MORE];
 let families = [], family;
-let lookup = null, reopen = false; // a look at the schedule that is due, and whether the strip is to be drawn anew
+// A look at the schedule that is due, the last one, and whether the strip is to be drawn anew.
+let lookup = null, looked = null, reopen = false;
+let taken = ""; // the notation as it was last looked at
 
 const strip = new Strip($("strip"), $("tools"), () => {
   $("schedule").value = strip.notation;
@@ -116,6 +118,7 @@ function showPace() {
 // Something was changed: keep it in the address, ask what it would cost, and write the snippets anew.
 function changed(open = false) {
   if (!family) return;
+  taken = $("schedule").value;
   remember();
   showSnippet();
   for (const button of $("presets").children) {
@@ -126,9 +129,13 @@ function changed(open = false) {
   lookup = setTimeout(plan, 120);
 }
 
-async function plan() {
+function plan() {
   clearTimeout(lookup);
   lookup = null;
+  return looked = look();
+}
+
+async function look() {
   try {
     const { seed, temperature, top_p, ...asked } = request(schedule());
     if (asked.prompt?.length > 2000) delete asked.prompt; // an address has its limits
@@ -191,7 +198,8 @@ async function run() {
   if (!family) return;
   problem();
   remember();
-  if (lookup) await plan();
+  if ($("schedule").value !== taken) typed();
+  await (lookup ? plan() : looked);
   const beside = $("compare").checked ? request(family.relaylm.heavy) : null;
   try {
     await runLanes(family, strip.segments, request(schedule()), beside);
