@@ -87,8 +87,11 @@ async function follow(one, body, signal) {
 }
 
 function busy(on) {
-  $("run").hidden = on;
-  $("stop").hidden = !on;
+  const [goes, comes] = on ? [$("run"), $("stop")] : [$("stop"), $("run")];
+  const moves = document.activeElement === goes; // the focus, too
+  goes.hidden = true;
+  comes.hidden = false;
+  if (moves) comes.focus();
   $("controls").hidden = on;
   $("save").disabled = on || !lanes.length;
   $("result").hidden = !lanes.length;
