@@ -33,7 +33,6 @@ def test_an_example_runs(running: Running, name: str) -> None:
     assert "calls" in done.stdout
 
 
-@pytest.mark.slow
 def test_the_notebook_runs() -> None:
     nbformat = pytest.importorskip("nbformat", reason="the notebook needs nbclient")
     nbclient = pytest.importorskip("nbclient")
