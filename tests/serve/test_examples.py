@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from test_http import Running
 
+from relaylm.cli.main import build_parser
 from relaylm.models.family import Family
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -31,6 +33,18 @@ def test_an_example_runs(running: Running, name: str) -> None:
     done = subprocess.run([*command, str(EXAMPLES / name), running.url], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "calls" in done.stdout
+
+
+def test_the_unit_of_the_documents_has_no_comment_behind_a_value() -> None:
+    """systemd would take it for a part of the value."""
+    text = (EXAMPLES.parent / "docs" / "serve.md").read_text(encoding="utf-8")
+    unit = configparser.ConfigParser()
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read_string(text.partition("```ini\n")[2].partition("```")[0])
+    values = dict(unit["Service"])
+    assert not [value for value in values.values() if "#" in value]
+    most = build_parser().parse_args(["serve"]).timeout
+    assert int(values["TimeoutStopSec"]) > most and values["EnvironmentFile"].startswith("/")
 
 
 def test_the_notebook_runs() -> None:
