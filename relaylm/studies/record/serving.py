@@ -5,7 +5,8 @@
 Saturation compares 64 clients at once with `relaylm.sample` at the same batch size, in turns, by the clock and by
 processor time (on a machine that others use as well, only the second is steady). By the clock a round counts from its
 64th answer to its last but 64: while all clients ask. What `sample` does counts whole. Latency is measured with Poisson
-arrivals at a share of the saturated rate, memory over many small requests.
+arrivals at a share of the saturated rate, memory over many small requests. With `--draw` OUT is a figure of the records
+beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ from relaylm.models.denoiser import Architecture
 from relaylm.models.family import Family
 from relaylm.models.folder import save_family
 from relaylm.sampling.sample import sample
+from relaylm.show.colours import BLACK, BLUE, RED, VIOLET
+from relaylm.show.figures import finish, new_figure, save_figure
 from relaylm.studies.bench.published import random_network
 from relaylm.studies.record.common import command
 
@@ -255,7 +258,12 @@ def main() -> None:
         **{"device": "cpu", "length": 64, "steps": int, "spacing": str, "schedule": "sandwich:50%"},
         **{"rounds": 3, "each": (3, "requests of each client in a round, at least 3")},
         **{"requests": 100, "small_requests": 10_000},
+        draw=(False, "only the figure OUT, from the records in its folder"),
     )
+    if args.draw:
+        records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(args.out.parent.glob("*.json"))]
+        print(save_figure(figure(records), args.out))
+        return
     ways = {name: getattr(args, name) for name in ("steps", "spacing") if getattr(args, name) is not None}
     fields = {"length": args.length, **(ways or {"steps": args.length}), "schedule": args.schedule}
     with tempfile.TemporaryDirectory() as folder:
@@ -282,6 +290,47 @@ def under_load(name: str, fields: dict[str, Any], args: Namespace) -> dict[str, 
         flat = memory(address, pid, args.small_requests)
         print(json.dumps(flat["growth_over_second_half"]), flush=True)
     return {"saturation": full, "latency": loads, "memory": flat}
+
+
+# ------------------------------------------------------------------------------------------------ the figure
+
+QUANTILES = {"p50": BLUE, "p95": RED, "p99": VIOLET}
+
+
+def figure(records: Sequence[Mapping[str, Any]]) -> Any:
+    """Latency by load, a panel for each record that has it, and memory over the most requests."""
+    loaded = [record for record in records if "latency" in record]
+    each = [record["memory"] for record in records if "memory" in record]
+    flat: Mapping[str, Any] = max(each, key=lambda memory: memory["requests"], default={})
+    drawn = new_figure(2.75 * (len(loaded) + bool(flat)), 3.1)
+    panels = drawn.subplots(1, len(loaded) + bool(flat), squeeze=False)[0]
+    for axes, record in zip(panels, loaded, strict=False):
+        _latency(axes, record)
+    if flat:
+        requests, size = zip(*flat["bytes_after"], strict=True)
+        axes, size_N = panels[-1], np.array(size) / 1e6
+        axes.plot(requests, size_N, color=BLACK, marker="o", markersize=3, linewidth=1)
+        axes.set_ylim(0, 1.3 * size_N.max())
+        growth = flat["growth_over_second_half"]
+        axes.set_title(f"memory of the server\n{growth:+.2%} in the second half", fontsize=8)
+        finish(axes, "requests answered", "MB", grid="y", legend=False)
+    return drawn
+
+
+def _latency(axes: Any, record: Mapping[str, Any]) -> None:
+    full, loads, machine = record["saturation"], record["latency"], record["machine"]
+    unit, scale = ("s", 1) if loads[0]["p50"] >= 1 else ("ms", 1000)
+    for k, (name, colour) in enumerate(QUANTILES.items()):
+        seconds = np.array([one[name] for one in loads])
+        bars = axes.bar(np.arange(len(loads)) + 0.29 * (k - 1), scale * seconds, 0.26, color=colour, label=name)
+        axes.bar_label(bars, fmt="%.1f" if scale == 1 else "%.0f", fontsize=7, padding=1)
+    axes.set_xticks(range(len(loads)), [f"{one['load']:.0%}" for one in loads])
+    axes.set_ylim(0, 1.35 * scale * max(one["p99"] for one in loads))
+    family = "12 x 768" if record["family"] == "random" else record["family"]
+    where = (machine["gpu"] or f"{machine['threads']} CPU cores").removeprefix("NVIDIA ")
+    speed = f"{full['rows_per_second']['server']:.3g} rows a second, {full['ratio_by_clock']:.0%} of sample's"
+    axes.set_title(f"{family}, length {record['request']['length']}, {where}\n{speed}", fontsize=8)
+    finish(axes, "load", f"latency, {unit}", grid="y", ncols=3, loc="upper center", handlelength=1, columnspacing=1)
 
 
 if __name__ == "__main__":
