@@ -49,7 +49,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
     rows = []
     for action in parser._actions:
         if not isinstance(action, argparse._HelpAction):
-            names = ", ".join(f"`{option}`" for option in action.option_strings or [action.metavar or action.dest])
+            names = ", ".join(f"`{option}`" for option in action.option_strings or [str(action.metavar or action.dest)])
             text = " ".join((action.help or "").split()).replace("%%", "%")
             choices = f" ({', '.join(action.choices)})" if action.choices else ""
             rows.append([names, _default(action), text + choices])

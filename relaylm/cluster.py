@@ -82,7 +82,7 @@ def sample_many(
         parts[index] = part
         if on_rows is not None:
             on_rows(sum(len(part.tokens) for part in parts.values()), n)
-    samples = joined_rows([part for _, part in sorted(parts.items())])
+    samples = joined_rows([parts[index] for index in range(len(tasks))])
     return replace(samples, cost=replace(samples.cost, seconds=time.perf_counter() - began))
 
 

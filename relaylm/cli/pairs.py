@@ -42,8 +42,7 @@ def run(args: argparse.Namespace) -> tools.Result:
     import numpy as np
 
     from relaylm.core import pairs as predicted
-    from relaylm.core.pairs import spread_over
-    from relaylm.core.spacing import expected_calls
+    from relaylm.core.spacing import expected_calls, spread_over
     from relaylm.measure import pairs
     from relaylm.measure.estimate import announce_calls
     from relaylm.measure.likelihood import held_out, spread_rows

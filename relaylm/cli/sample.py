@@ -118,7 +118,7 @@ def splits_words(tokenizer: Any, prompt: str) -> bool:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse flags that do not go together, and outputs that cannot be written."""
+    """Refuse flags that do not go together."""
     if args.watch and args.n > 1:
         raise UserError(f"--watch plays one sample, not {args.n}")
     if args.watch and args.cluster is not None:

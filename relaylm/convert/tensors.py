@@ -117,7 +117,7 @@ def number(config: Mapping[str, Any], key: str, where: object, default: int | No
 
 def open_weights(path: Path) -> tuple[dict[str, Any], list[Path]]:
     """The tensors of a file, or of a Hugging Face folder (safetensors, else pytorch_model.bin), and the files that hold
-    them. What a PyTorch file has in place of a tensor is passed on, for `tensors.check` to name."""
+    them. What a PyTorch file has in place of a tensor is passed on, for `denoiser.check_tensors` to name."""
     if path.is_file() and path.suffix != ".safetensors":
         return pickles.state_of(pickles.read(path), path), [path]
     if files := [path] if path.is_file() else weight_files(path):

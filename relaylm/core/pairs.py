@@ -14,7 +14,7 @@ Shapes: n rows, L positions, C calls of a row, S shares, D bins of distance.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +24,7 @@ import numpy as np
 
 from relaylm.core.noise import uniforms
 from relaylm.core.schedule import Spacing
-from relaylm.core.spacing import expected_calls, spaced_calls
+from relaylm.core.spacing import spaced_calls
 from relaylm.errors import UserError
 
 PLANS = 48  # over which predicted losses are averaged
@@ -137,11 +137,3 @@ def smallest_spacing(table: PairTable, length: int, most: float, form: str = "se
 def default_spacing(table: PairTable, length: int, form: str = "sets") -> Spacing:
     """The smallest spacing that is predicted to lose no more than T = L uniform steps."""
     return smallest_spacing(table, length, uniform_loss(table, length, length), form)
-
-
-def spread_over(calls: float, length: int) -> Spacing:
-    """The largest spacing (sets) whose mean number of calls is at most `calls`."""
-    if calls < 1:
-        raise UserError(f"at least one call is needed, not {calls:g}")
-    found = bisect_right(range(2, length + 1), calls, key=lambda distance: expected_calls(length, Spacing(distance)))
-    return Spacing(1 + found)  # a distance of 1 takes one call

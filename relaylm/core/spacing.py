@@ -24,6 +24,7 @@ Shapes: n rows, L positions, R rows of a piece, W words of bits, X places of all
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
@@ -33,10 +34,10 @@ from numpy.lib.stride_tricks import as_strided
 
 from relaylm.core.plan import Events, Plan, sort_by_key
 from relaylm.core.schedule import Spacing
+from relaylm.errors import UserError
 
 _PIECE = 1 << 19  # positions of the rows that are worked on at once, so that they stay in the cache
 _FEW = 16  # rows up to which one after the other is faster than rank by rank
-_LONG = 4096  # positions from which it is not
 
 
 def spaced_calls(u_nL: np.ndarray, free_nL: np.ndarray, spacing: Spacing) -> np.ndarray:
@@ -49,7 +50,7 @@ def spaced_calls(u_nL: np.ndarray, free_nL: np.ndarray, spacing: Spacing) -> np.
 
     def fill(piece: slice) -> None:
         free_R, order_RL = free_nL[piece].sum(axis=1), _plan_order(u_nL[piece], free_nL[piece])
-        if len(free_R) > _FEW or length >= _LONG:
+        if len(free_R) > _FEW:
             order_LR = np.ascontiguousarray(order_RL.T)
             call_LR = (_sets if spacing.form == "sets" else _prefix)(order_LR, free_R, length, near)
             call_nL[piece].ravel()[order_LR + length * np.arange(len(free_R))] = call_LR
@@ -215,3 +216,11 @@ def expected_calls(length: int, spacing: Spacing, rows: int = 64) -> float:
     """Calls that a fully masked row of `length` positions takes on average, over plans drawn with a fixed seed."""
     u_nL = np.random.default_rng(0).random((rows, length))
     return float(spaced_calls(u_nL, np.ones_like(u_nL, dtype=bool), spacing).max(axis=1).mean())
+
+
+def spread_over(calls: float, length: int) -> Spacing:
+    """The largest spacing (sets) whose mean number of calls is at most `calls`."""
+    if calls < 1:
+        raise UserError(f"at least one call is needed, not {calls:g}")
+    found = bisect_right(range(2, length + 1), calls, key=lambda distance: expected_calls(length, Spacing(distance)))
+    return Spacing(1 + found)  # a distance of 1 takes one call

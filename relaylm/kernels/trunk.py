@@ -141,8 +141,8 @@ def norm(
     table_VD: Tensor | None = None, branch_MD: Tensor | None = None, places: int = 0,
 ) -> Tensor:  # fmt: skip
     """LayerNorm(x + offset) * weight in `dtype`. With a table, x is first written: rows by token id plus a branch. With
-    `places`, for at least so many rows, the result is the head of two matrices whose sum it is: rounded to `dtype`, and
-    what that left."""
+    `places`, at least as many as there are rows, the result is two matrices of so many rows whose sum it is: rounded to
+    `dtype`, and what that left; rows beyond x's are not written."""
     width = x_MD.shape[-1]
     rows, size = x_MD.numel() // width, triton.next_power_of_2(width)
     out = torch.empty((2, places, width) if places else x_MD.shape, dtype=dtype, device=x_MD.device)

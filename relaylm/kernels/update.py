@@ -49,7 +49,7 @@ if triton is not None:
         moment = tl.load(moment_at, mask=inside, other=0.0)
         moment = grad + kept * (moment - grad)
         tl.store(moment_at, moment, mask=inside)
-        to = stack + tl.program_id(1) * rows * columns + row * row_stride + column * column_stride
+        to = stack + tl.program_id(1).to(tl.int64) * rows * columns + row * row_stride + column * column_stride
         tl.store(to, (grad + kept * (moment - grad)).to(stack.dtype.element_ty), mask=inside)
 
     @triton.jit
@@ -58,7 +58,7 @@ if triton is not None:
     ):  # no argument may be called `params`: Triton's launcher has a variable of that name
         row, column, inside = _tile(rows, columns, ROWS, COLUMNS)
         param_at = _chosen(weights, tl.program_id(1)) + row * columns + column
-        source = stack + tl.program_id(1) * rows * columns + row * row_stride + column * column_stride
+        source = stack + tl.program_id(1).to(tl.int64) * rows * columns + row * row_stride + column * column_stride
         change = tl.load(source, mask=inside, other=0.0).to(tl.float32) * (tl.load(rate) * times)
         tl.store(param_at, tl.load(param_at, mask=inside, other=0.0) - change, mask=inside)
 

@@ -53,8 +53,8 @@ class Estimate:
         return [finite(self.low), finite(self.high)]
 
     def named(self, name: str) -> dict[str, Any]:
-        """The figure and its interval in a result."""
-        return {name: finite(self.value), f"{name}_ci": self.ci}
+        """The figure and its interval in a result. An infinite perplexity stays a number."""
+        return {name: self.value, f"{name}_ci": self.ci}
 
 
 def finite(x: float | None) -> float | None:
@@ -201,7 +201,9 @@ def describe_texts(rows: Sequence[np.ndarray], texts: Sequence[str]) -> dict[str
     if texts:
         out |= mean_estimate(np.array([word_entropy(text) for text in texts])).named("word_entropy")
     repeated = mean_estimate(np.array([repetition(unit) for unit in units]))
-    return {**out, **distinct(units).named("distinct_4"), **repeated.named("repetition_4")}
+    different = distinct(units).named("distinct_4")
+    different["distinct_4"] = finite(different["distinct_4"])  # NaN where no row is long enough
+    return {**out, **different, **repeated.named("repetition_4")}
 
 
 def mauve(features_nD: np.ndarray, reference_mD: np.ndarray, **options: Any) -> float:

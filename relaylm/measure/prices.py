@@ -114,10 +114,7 @@ def cost_table(
     for asked, schedule in zip(schedules, bound, strict=True):
         row = _row(known, schedule, steps, length)
         item: dict[str, Any] = {"schedule": str(asked), "models": str(schedule), "steps": schedule.steps or steps}
-        saved = {
-            unit: 1 - spent / most for unit in UNITS if (spent := row[unit]) is not None and (most := all_heavy[unit])
-        }
-        item |= {"row": row, "saved": dict.fromkeys(UNITS) | saved}
+        item |= {"row": row, "saved": {unit: _saved(row[unit], all_heavy[unit]) for unit in UNITS}}
         if budget is not None:
             spent, most = row[budget.unit], all_heavy[budget.unit]
             if spent is None or most is None:

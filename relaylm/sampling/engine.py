@@ -148,7 +148,7 @@ class Engine:
         (if `scored`) and, with `everywhere`, the logits at every position of the batch's rows (B, L, V). What is
         returned may be overwritten by the next call."""
         make = partial(self.step, call.model, call.shape, everywhere=everywhere)
-        return self._run(call, None if everywhere else self.models[call.model], make)
+        return self._run(call, "run", None if everywhere else self.models[call.model], make)
 
     def send(self, call: Call) -> Tensor:
         """Make a call as `run` does. Returns the tokens and their log-probabilities side by side (2, N), so that one
@@ -158,15 +158,15 @@ class Engine:
             token_N, logprob_N, _ = self.step(call.model, call.shape, index, t_B)
             return torch.stack((token_N.to(logprob_N.dtype), logprob_N))
 
-        return self._run(call, self.models[call.model], make)
+        return self._run(call, "send", self.models[call.model], make)
 
-    def _run(self, call: Call, model: Any, make: Callable[[Tensor, Tensor], ResultT]) -> ResultT:
+    def _run(self, call: Call, what: str, model: Any, make: Callable[[Tensor, Tensor], ResultT]) -> ResultT:
         # Its number in place of SCRATCH: the fastest way to select rows knows no negative ones. While capturing, every
         # place is the scratch row's, so that nothing real is written.
         last = len(self.state_nL) - 1
         index = np.where(call.index < 0, last, call.index)
         blank = zip(call.shape.parts, (last, 0, 0, last, 0), strict=True)
-        return self.runner.run((call.model, call.shape), model, make, index, call.t_B, blank)
+        return self.runner.run((what, call.model, call.shape), model, make, index, call.t_B, blank)
 
     def step(
         self, model_index: int, shape: Shape, index: Tensor, t_B: Tensor, everywhere: bool = False

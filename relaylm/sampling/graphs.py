@@ -1,4 +1,4 @@
-r"""Network calls captured as CUDA graphs.
+r"""Network calls captured as CUDA graphs, and their results fetched while other calls run.
 
 The host sends a few kilobytes of indices, replays a graph of fixed shape, and goes on to the next call without waiting.
 Calls of other networks run eagerly (`engine.Eager`), by the same function.

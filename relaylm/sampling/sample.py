@@ -15,6 +15,7 @@ import torch
 
 from relaylm.core.plan import LINEAR, Alpha, make_plan
 from relaylm.core.schedule import Policy, Schedule, Spacing, Timetable
+from relaylm.core.spacing import spread_over
 from relaylm.errors import UserError, checked, token_rows
 from relaylm.models.family import Family
 from relaylm.models.tokenizer import BLANK
@@ -22,7 +23,7 @@ from relaylm.sampling.denoise import denoise
 from relaylm.sampling.law import Law
 from relaylm.sampling.result import Event, Samples, Trace
 
-if TYPE_CHECKING:  # rules, windows and spread spacings are imported where they are asked for
+if TYPE_CHECKING:  # rules and windows are imported where they are asked for
     from relaylm.sampling.rules import Rule
 
 
@@ -121,8 +122,6 @@ def choose_spacing(
             raise UserError("spread chooses the spacing from the number of steps: give spread or a spacing, not both")
         if steps is None or math.isinf(steps):
             raise UserError("spread needs a number of steps: about as many calls are made")
-        from relaylm.core.pairs import spread_over
-
         spacing, steps = spread_over(steps, length), None
     if spacing is None and steps is None and isinstance(policy, Schedule) and policy.takes_spacing:
         spacing = default

@@ -12,6 +12,7 @@ budget holds whatever the seed. A schedule that costs more than the budget is ne
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Sequence
 from fractions import Fraction
@@ -244,17 +245,27 @@ def _loss(max_loss: str | float | None) -> float | None:
     """The largest difference in log-perplexity; "2%" is log 1.02."""
     if max_loss is None:
         return None
-    if not (share := _share(max_loss)) > 0:
+    try:
+        text = str(max_loss).strip()
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share < math.inf:
         raise UserError(f"{max_loss!r} is not a loss: write the most perplexity may rise, such as 2% or 0.02")
     return math.log1p(share)
 
 
 def _share(value: Fraction | float | str) -> Fraction:
-    """25%, 1/4 or 0.25; 0 for what is no share."""
-    text = value.strip() if isinstance(value, str) else value
+    """25%, 1/4 or 0.25, without an exponent; 0 for what is no share."""
+    if not isinstance(value, str):
+        value = value if isinstance(value, Fraction) else float(value)
+        return Fraction(value) if math.isfinite(value) else Fraction(0)
+    text = value.strip()
+    if not re.fullmatch(r"[0-9./]{1,40}%?", text):
+        return Fraction(0)
     try:
-        return Fraction(text[:-1]) / 100 if isinstance(text, str) and text.endswith("%") else Fraction(text)
-    except (ValueError, OverflowError, ZeroDivisionError):
+        return Fraction(text[:-1]) / 100 if text.endswith("%") else Fraction(text)
+    except (ValueError, ZeroDivisionError):
         return Fraction(0)
 
 

@@ -145,7 +145,9 @@ def points(axes: Any, x: Any, y: Any, ci: Any, **look: Any) -> None:
 
 def reach(values: Any, ci: Any) -> np.ndarray:
     """How far intervals reach below and above their values, as `errorbar` wants it; not at all where an end is None."""
-    return np.nan_to_num(np.abs(np.array(ci, dtype=float).reshape(-1, 2).T - np.array(values, dtype=float)))
+    low, high = np.array(ci, dtype=float).reshape(-1, 2).T
+    y = np.array(values, dtype=float)
+    return np.nan_to_num(np.maximum(0, [y - low, high - y]), posinf=0)
 
 
 def finish(

@@ -266,7 +266,7 @@ def test_reference_lists_each_command_with_its_arguments() -> None:
         for title, body in listed.items()
     }
     real = {
-        name: options(parser) | {action.metavar or action.dest for action in parser._actions if not action.option_strings}
+        name: options(parser) | {str(a.metavar or a.dest) for a in parser._actions if not a.option_strings}
         for name, parser in subparsers().items()
     }
     assert documented == real

@@ -6,11 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaylm.core.cost import SPACED_PLANS, Price, mean_price
-from relaylm.core.pairs import expected_calls, spread_over
 from relaylm.core.plan import make_plan
 from relaylm.core.schedule import SPACING_FORMS as FORMS
 from relaylm.core.schedule import Schedule, Spacing
-from relaylm.core.spacing import spaced_calls
+from relaylm.core.spacing import expected_calls, spaced_calls, spread_over
 from relaylm.errors import UserError
 
 

@@ -21,7 +21,7 @@ from relaylm.errors import UserError
 from relaylm.measure import evaluate as module
 from relaylm.measure.compare import compare, comparisons, render, verdict
 from relaylm.measure.evaluate import row_costs
-from relaylm.measure.judge import features, load_judge, score
+from relaylm.measure.judge import features, from_logits, load_judge, score
 from relaylm.measure.prices import prices
 from relaylm.measure.rivals import expected_flops, steps_within
 from relaylm.models.denoiser import Architecture, Transformer
@@ -284,6 +284,20 @@ def test_prompts(family: Family) -> None:
     ids = compare(family, ["sandwich"], n=5, prompts=given, rivals=False, progress=False)
     text = compare(family, ["sandwich"], n=5, prompts=["the "], rivals=False, progress=False)
     assert ids["rows"][0]["log_ppls"] == text["rows"][0]["log_ppls"]
+
+
+def test_an_infinite_perplexity_is_shown_and_ends_nothing(family: Family) -> None:
+    class Never:
+        """A judge that gives most symbols no probability."""
+
+        def logits(self, tokens: torch.Tensor, t: Any) -> torch.Tensor:
+            logits = torch.zeros(*tokens.shape, VOCAB)
+            logits[..., :20] = -torch.inf
+            return logits
+
+    judge = from_logits(Never(), "never", device=torch.device("cpu"))
+    out = compare(family, ["heavy", "sandwich"], n=8, steps=8, judge=judge, rivals=False, progress=False)
+    assert any(row["gen_ppl"] == math.inf for row in out["rows"]) and "inf" in render(out)
 
 
 def test_infinitely_many_steps(family: Family) -> None:

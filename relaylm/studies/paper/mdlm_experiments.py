@@ -21,9 +21,10 @@ from relaylm.core.noise import uniforms
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure import metrics
-from relaylm.measure.evaluate import cached, judge_rows
+from relaylm.measure.evaluate import judge_rows
 from relaylm.measure.judge import load_judge, log_perplexity
 from relaylm.measure.provenance import load_record
+from relaylm.measure.store import cached
 from relaylm.models.denoiser import Transformer, build
 from relaylm.models.family import Family
 from relaylm.sampling import reference

@@ -69,10 +69,10 @@ class Cell:
 class Study:
     """A family with its rows, and everything that was measured of it in this run."""
 
-    few: Sequence[str] = FEW
-
-    def __init__(self, family: Family, n: int, rows_NL: np.ndarray | None, store: Store | None) -> None:
-        self.family, self.n, self.rows_NL, self.store = family, n, rows_NL, store
+    def __init__(
+        self, family: Family, n: int, rows_NL: np.ndarray | None, store: Store | None, few: Sequence[str] = FEW
+    ) -> None:
+        self.family, self.n, self.rows_NL, self.store, self.few = family, n, rows_NL, store, few
         self.light, self.heavy = family.roles()
         self.length, self.free_n = family.length, np.array([family.length])
         self.batch = min(n, family.batch_size(n, self.length))
@@ -317,8 +317,7 @@ def main() -> None:
     family = Family.load(options.family, device=options.device)
     text = held_out(family)
     rows_NL = None if text is None or not options.bound_rows else spread_rows(text, family.length, options.bound_rows)
-    study = Study(family, options.n, rows_NL, Store(options.store or options.out.with_suffix(".store")))
-    study.few = few
+    study = Study(family, options.n, rows_NL, Store(options.store or options.out.with_suffix(".store")), few)
     record = {**about(family), "light": study.light, "heavy": study.heavy, "length": study.length, "n": options.n}
     record |= {"seed": SEED, "precision": family.precision, "judge": study.judge.name}
     record["bound_rows"] = 0 if rows_NL is None else len(rows_NL)

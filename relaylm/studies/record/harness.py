@@ -55,7 +55,13 @@ def main() -> None:
         )
         print(found[-1], flush=True)
         family = model.scheduled.family
-        record = {**about(family), "calls": options.calls, "limit": options.limit, "lm_eval": got["lm_eval_version"]}
+        record = {
+            **about(family),
+            "seed": model.scheduled.seed,
+            "calls": options.calls,
+            "limit": options.limit,
+            "lm_eval": got["lm_eval_version"],
+        }
         write_json(options.out, {**record, **how_made(family.device), "schedules": found})
 
 
