@@ -119,7 +119,7 @@ class Host:
         name, family = pick_family(self.families, ask.model)
         if ask.n * len(ask.prompts) > self.limits.max_queue:
             raise bad(f"{ask.n * len(ask.prompts)} rows are more than the {self.limits.max_queue} served at once", "n")
-        few = ask.n * len(ask.prompts) * family.length <= FEW
+        few = ask.n * len(ask.prompts) * family.length < FEW
         kind = name, replace(ask, prompt=None, seed=None, user=None)
         requests = [request for prompt in ask.prompts if (request := self.known.get((*kind, prompt)))]
         if len(requests) < len(ask.prompts):

@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # what needs PyTorch is imported while the other process star
     from relaylm.serve.rows import Made, Rows
 
 log = logging.getLogger("relaylm.serve")
+_SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 # ------------------------------------------------------------------------------------------------ messages
@@ -85,6 +86,7 @@ def compute(end: socket.socket, sources: list[str], device: str, dtype: str | No
     # The thread that makes calls gives the interpreter up at every operation on the device, and the one that listens
     # keeps it for this long before it gives it back: 5 ms, Python's own, is more than a call takes.
     sys.setswitchinterval(1e-4)
+    threading.Thread(target=_end_with, args=(end,), name="relaylm-loads", daemon=True).start()
     try:
         from relaylm.serve.families import load_families, outline
 
@@ -96,6 +98,14 @@ def compute(end: socket.socket, sources: list[str], device: str, dtype: str | No
     gc.collect()
     gc.freeze()  # what was imported and loaded stays: collections need not look through it
     _compute(end, families, limits)
+
+
+def _end_with(end: socket.socket) -> None:
+    """End this process, even while it loads, if the one that started it ends before it asks for anything."""
+    with contextlib.suppress(OSError):
+        if end.recv(1, socket.MSG_PEEK):
+            return
+    os._exit(0)
 
 
 def _compute(end: socket.socket, families: dict[str, Family], limits: Limits) -> None:
@@ -208,17 +218,20 @@ class Worker:
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         from relaylm.serve.rows import Ended
 
-        async for news, made, self.there in messages(reader):
-            for call in made:
-                self.on_call(call)
-            for number, which, what in news:
-                if (asked := self.asked.get(number)) is None:  # nobody listens any more
-                    continue
-                if which is None:
-                    asked.accepted.set_result(what)
-                else:
-                    asked.left -= isinstance(what, Ended)
-                    asked.put(which, what)
+        try:
+            async for news, made, self.there in messages(reader):
+                for call in made:
+                    self.on_call(call)
+                for number, which, what in news:
+                    if (asked := self.asked.get(number)) is None:  # nobody listens any more
+                        continue
+                    if which is not None:
+                        asked.left -= isinstance(what, Ended)
+                        asked.put(which, what)
+                    elif not asked.accepted.done():  # its client may just have left
+                        asked.accepted.set_result(what)
+        except Exception as error:  # without news no request would ever end
+            log.error("listening to the process that computes has failed", exc_info=error)
         self.lost = not self.closing
         for asked in self.asked.values():
             if asked.accepted.done():
@@ -266,11 +279,18 @@ class Worker:
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
     """SIGINT and SIGTERM come afterwards; processes that are started meanwhile never see them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    # Blocked here, a signal goes to another thread, as NumPy has them, and would be handled here all the same.
+    noted: list[int] = []
+    kept = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in _SIGNALS}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
     finally:
+        for which, handler in kept.items():
+            signal.signal(which, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in noted[:1]:
+            signal.raise_signal(number)
 
 
 @dataclass

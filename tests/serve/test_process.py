@@ -24,6 +24,8 @@ from test_http import Running
 
 import relaylm
 from relaylm.models.family import Family
+from relaylm.serve.process import Worker, _Asked, _signals_wait, packed
+from relaylm.serve.request import Refused
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 ASK = {"prompt": "the ", "length": 32, "steps": 16, "seed": 3, "schedule": "sandwich:50%", "n": 2, "stream": False}
@@ -241,6 +243,53 @@ def test_an_interrupt_is_quiet_and_leaves_no_process(folder: Path) -> None:
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and said == "relaylm: interrupted\n"
     assert gone(child)
+
+
+def test_a_client_that_leaves_while_its_rows_are_accepted_stops_nobody_else() -> None:
+    async def heard() -> Refused | None:
+        worker, reader = Worker.__new__(Worker), asyncio.StreamReader()
+        worker.asked, worker.closing = {}, True
+        gone, stays = asyncio.Future[Refused | None](), asyncio.Future[Refused | None]()
+        gone.cancel()
+        for number, accepted in enumerate((gone, stays)):
+            worker.asked[number] = _Asked(lambda *_: None, 1, accepted)
+            reader.feed_data(packed(([(number, None, None)], [], (0, 0))))
+        reader.feed_eof()
+        await worker._listen(reader)
+        return stays.result()
+
+    assert asyncio.run(heard()) is None
+
+
+def test_an_interrupt_waits_whichever_thread_takes_it() -> None:
+    other, waited = threading.Event(), False
+    threading.Thread(target=other.wait, daemon=True).start()  # does not block signals
+    with pytest.raises(KeyboardInterrupt), _signals_wait():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        waited = True
+    other.set()
+    assert waited
+
+
+LOADS_FOR_EVER = """
+import socket, sys, time
+from relaylm.serve import families, process, request
+families.load_families = lambda *_: (print("loading", flush=True), time.sleep(600))
+process.compute(socket.socket(fileno=int(sys.argv[1])), [], "cpu", None, request.Limits())
+"""
+
+
+def test_a_process_that_loads_ends_with_the_one_that_started_it() -> None:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-c", LOADS_FOR_EVER, str(theirs.fileno())]
+    child = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, text=True)
+    theirs.close()
+    assert child.stdout is not None and child.stdout.readline() == "loading\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0.3)
+    ours.close()
+    assert child.wait(20) == 0
 
 
 def test_a_family_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:

@@ -218,6 +218,15 @@ def test_rows_of_different_requests_share_calls(family: Family) -> None:
     assert len(made) == 16 and all(call.rows == 4 and call.padded == 0 for call in made)
 
 
+def test_a_rule_takes_turns_with_the_calls_of_others(family: Family) -> None:
+    host, rules = make_host(family, batch_size=1), []
+    host.scheduler.on_call = lambda made: rules.append(made.shape.endswith("rule"))
+    send(host, length=16, steps="inf")
+    send(host, length=16, rule="low-confidence", steps=16)
+    finish(host)
+    assert rules == [False, True] * 16
+
+
 def test_no_row_waits_longer_than_the_bound(family: Family) -> None:
     chance = random.Random(2)
     host, longest = idle_host(family, max_rows=12, max_queue=10_000, batch_size=4), 0
