@@ -4,8 +4,8 @@ r"""What an optimizer's step does to many weights at once, each in one pass over
 - `subtract_`: those matrices' updates, from such a stack;
 - `lerp_`: the moving average.
 
-PyTorch's own operations on lists of tensors take two to four passes for each of these, and a number that is only known
-on the device (the rate, since a step is captured) makes them one more.
+PyTorch's own operations on lists of tensors, which the first two use elsewhere, take two to four passes for each of
+these, and a number that is only known on the device (the rate, since a step is captured) makes them one more.
 
 Shapes: P matrices of one shape, R rows and C columns.
 """
@@ -79,14 +79,21 @@ def applies(tensors: list[Tensor]) -> bool:
 def ahead_(grads: list[Tensor], moments: list[Tensor], momentum: float, stack_PRC: Tensor) -> None:
     """moment <- momentum moment + (1 - momentum) grad; and where Nesterov's momentum is about to go, the same once more
     from the new moment, into the stack, which may be a transposed view."""
+    if not applies([*grads, *moments]):
+        torch._foreach_lerp_(moments, grads, 1 - momentum)
+        torch._foreach_copy_(stack_PRC.unbind(), torch._foreach_lerp(grads, moments, momentum))
+        return
     rows, columns = grads[0].shape
     _ahead_kernel[(_tiles(rows, columns), len(grads))](
         tuple(grads), tuple(moments), stack_PRC, momentum, rows, columns, *stack_PRC.stride()[1:], **TILE
     )
 
 
-def subtract_(params: list[Tensor], stack_PRC: Tensor, rate: Tensor, times: float) -> None:
-    """param -= times rate stack, with a rate on the device."""
+def subtract_(params: list[Tensor], stack_PRC: Tensor, rate: float | Tensor, times: float) -> None:
+    """param -= times rate stack, with a rate that the kernel needs on the device."""
+    if not (isinstance(rate, Tensor) and applies(params)):
+        torch._foreach_sub_(params, (stack_PRC.to(params[0].dtype) * (times * rate)).unbind())
+        return
     rows, columns = params[0].shape
     _subtract_kernel[(_tiles(rows, columns), len(params))](
         tuple(params), stack_PRC, rate, times, rows, columns, *stack_PRC.stride()[1:], **TILE

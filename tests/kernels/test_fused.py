@@ -474,19 +474,16 @@ def test_muon_in_passes() -> None:
     made = []
     for in_passes in (False, True):
         generator.manual_seed(7)
-        params = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+        params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in shapes]
         grads, moments = ([torch.randn(shape, generator=generator).to(device) for shape in shapes] for _ in range(2))
-        if in_passes:
-            kind = torch.bfloat16 if ON_CUDA else torch.float32
-            Muon._step_in_passes(params, grads, moments, torch.tensor(0.1, device=device), 0.95, kind)
-        else:
-            optimizer = Muon([torch.nn.Parameter(p) for p in params], 0.1)  # a lr that is no tensor: the plain step
-            for p, grad, moment in zip(optimizer.param_groups[0]["params"], grads, moments, strict=True):
-                p.grad, optimizer.state[p]["exp_avg"] = grad, moment
+        optimizer = Muon(params, torch.tensor(0.1, device=device))
+        for p, grad, moment in zip(params, grads, moments, strict=True):
+            p.grad, optimizer.state[p]["exp_avg"] = grad, moment
+        with mock.patch.object(updates, "applies", return_value=in_passes):
             optimizer.step()
         made.append(
             {
-                f"{name} {i}": x.double()
+                f"{name} {i}": x.detach().double()
                 for name, xs in (("param", params), ("moment", moments))
                 for i, x in enumerate(xs)
             }
