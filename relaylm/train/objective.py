@@ -42,6 +42,7 @@ from relaylm.errors import UserError
 from relaylm.kernels import draw
 from relaylm.kernels import loss as head_loss
 from relaylm.kernels import train as fused
+from relaylm.measure.likelihood import kl
 from relaylm.models.denoiser import Transformer
 from relaylm.train.corpus import TokenFile
 from relaylm.train.recipe import Recipe
@@ -295,8 +296,7 @@ class Objective(nn.Module):
             h_MD = h_ND if where is None else h_ND[where.index_M]
             log_p = self._logits(teacher, h_MD, t_M, normed=False).log_softmax(-1)
         log_q = self._logits(self.model, x_MD, t_M, self.fused).log_softmax(-1)
-        p = log_p.exp()
-        return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)  # the mask has log p = log q = -infinity
+        return kl(log_p, log_q)
 
 
 @dataclass(frozen=True)

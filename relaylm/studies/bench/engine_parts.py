@@ -21,6 +21,7 @@ from relaylm.errors import UserError
 from relaylm.kernels import trunk as kernels
 from relaylm.kernels.draw import race
 from relaylm.measure import metrics
+from relaylm.measure.likelihood import kl, log_probabilities
 from relaylm.models.denoiser import Architecture, Transformer, build
 from relaylm.sampling.engine import Call, Engine, Shape, settings
 from relaylm.sampling.law import Law
@@ -111,13 +112,9 @@ def kl_to_fp32(side: Side, samples: Samples, states: int, seed: int) -> dict[str
             state_BL = np.where((step_nL[row_B] > now_B1) | (step_nL[row_B] == 0), samples.tokens[row_B], a.mask_id)
             x_BL, t_B = torch.from_numpy(state_BL).to(side.device), torch.ones(8, device=side.device)
             positions_B1 = torch.from_numpy(position_B[:, None]).to(side.device)
-            log_p = []
-            for model in (side.published, side.engine):
-                logits_BV = model.head(model.hidden_at(x_BL, t_B, positions_B1)[:, 0], t_B).double()
-                logits_BV[:, a.mask_id] = -torch.inf
-                log_p.append(logits_BV.log_softmax(-1))
-            p_BV = log_p[0].exp()
-            values += torch.where(p_BV > 0, p_BV * (log_p[0] - log_p[1]), 0.0).sum(-1).tolist()
+            both = (side.published, side.engine)
+            log_p, log_q = (log_probabilities(model, x_BL, t_B, positions_B1, a.mask_id)[:, 0] for model in both)
+            values += kl(log_p, log_q).tolist()
     return {"mean": float(np.mean(values)), "max": float(np.max(values)), "states": len(values)}
 
 
