@@ -1,4 +1,4 @@
-"""What the commands of this folder share: their flags, a family's held-out text, and what a record says first."""
+"""What the commands of this folder share: their flags, a family's held-out text, how a record begins and is written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from relaylm.errors import UserError
+from relaylm.files import read_json, read_object, write_json
 from relaylm.measure.likelihood import held_out
+from relaylm.measure.provenance import how_made
 from relaylm.models.family import Family
 
 
@@ -35,6 +37,22 @@ def command(doc: str | None, words: str, **flags: Any) -> argparse.Namespace:
 def about(family: Family) -> dict[str, Any]:
     """The family and the seed of a record."""
     return {"family": {"name": family.name, "digest": family.digest}, "seed": 0}
+
+
+def begun(path: Path, family: Family, record: dict[str, Any]) -> dict[str, Any]:
+    """What a file has already, if it is about the same family and says what this record does; else nothing."""
+    known = read_json(path) or {}
+    return known if all(known.get(key) == value for key, value in {**about(family), **record}.items()) else {}
+
+
+def keep(path: Path, family: Family, record: dict[str, Any]) -> None:
+    """Write a record, with its family and how it was made."""
+    write_json(path, {**about(family), **record, **how_made(family.device)})
+
+
+def records_beside(path: Path) -> list[dict[str, Any]]:
+    """The records in a file's folder, by name."""
+    return [read_object(file) for file in sorted(path.parent.glob("*.json"))]
 
 
 def text_of(family: Family, source: str) -> np.ndarray:

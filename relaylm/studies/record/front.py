@@ -20,7 +20,6 @@ with spaced sets, too. With `--draw` only the figures are made: OUT.svg, and cal
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ import numpy as np
 from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Schedule, Spacing
 from relaylm.errors import UserError
-from relaylm.files import write_json
+from relaylm.files import read_object
 from relaylm.measure.evaluate import LEAST_PIECE, Evaluator, SampleSpec, array_hash, conditions, figures
 from relaylm.measure.judge import load_judge, log_perplexity
 from relaylm.measure.likelihood import held_out, spread_rows
@@ -47,7 +46,7 @@ from relaylm.sampling.result import reference_flops
 from relaylm.sampling.rules import RULES, level_calls, llada_counts, parse_rule
 from relaylm.sampling.sample import sample
 from relaylm.studies.paper.contrasts import paired
-from relaylm.studies.record.common import about, command
+from relaylm.studies.record.common import begun, command, keep, records_beside
 from relaylm.studies.record.front_figures import KINDS, draw, draw_calls
 
 SEED = 1000  # of the samples; rows that no search has seen
@@ -277,7 +276,7 @@ def other_cell(study: Study, text: str, levels: Sequence[float]) -> Cell:
 
 def tuned_cells(study: Study, path: Path, levels: Sequence[float]) -> Iterator[Cell]:
     """A cell for each budget of a search that is a level."""
-    found = json.loads(path.read_text())
+    found = read_object(path)
     if (found["family"]["digest"], found["steps"]) != (study.family.digest, study.length):
         raise UserError(f"{path} is not a search of this family from T = {study.length} steps")
     for limit, choice in zip(found["goals"], found.get("front") or [found], strict=False):
@@ -305,9 +304,8 @@ def main() -> None:
         draw=(False, "only the figures, from what is there"),
     )
     if options.draw:
-        print(draw(json.loads(options.out.read_text()), options.out.with_suffix(".svg")))
-        records = [json.loads(path.read_text()) for path in sorted(options.out.parent.glob("*.json"))]
-        print(draw_calls(records, options.out.with_name("calls.svg")))
+        print(draw(read_object(options.out), options.out.with_suffix(".svg")))
+        print(draw_calls(records_beside(options.out), options.out.with_name("calls.svg")))
         return
     kinds = [kind for kind in KINDS if kind in options.kinds.split(",")]
     few = options.few.split(",")
@@ -318,22 +316,19 @@ def main() -> None:
     text = held_out(family)
     rows_NL = None if text is None or not options.bound_rows else spread_rows(text, family.length, options.bound_rows)
     study = Study(family, options.n, rows_NL, Store(options.store or options.out.with_suffix(".store")), few)
-    record = {**about(family), "light": study.light, "heavy": study.heavy, "length": study.length, "n": options.n}
+    record = {"light": study.light, "heavy": study.heavy, "length": study.length, "n": options.n}
     record |= {"seed": SEED, "precision": family.precision, "judge": study.judge.name}
     record["bound_rows"] = 0 if rows_NL is None else len(rows_NL)
-    known = json.loads(options.out.read_text()) if options.out.exists() else {}
-    if not all(known.get(key) == value for key, value in record.items()):
-        known = {"cells": [], "commands": []}
-    found = {(cell["kind"], cell["label"], cell["level"]): cell for cell in known["cells"]}
+    known = begun(options.out, family, record)
+    commands = list(dict.fromkeys([*known.get("commands", []), how_made(family.device)["command"]]))
+    found = {(cell["kind"], cell["label"], cell["level"]): cell for cell in known.get("cells", [])}
     for cell in cells(study, kinds, levels, options.also):
         began = time.perf_counter()
         row = study.measure(cell)
         sets = next((c["label"] for c in found.values() if (c["kind"], c["level"]) == ("sets", cell.level)), None)
         row["against_sets"] = against_sets(study, cell, sets)
         found[cell.kind, cell.label, cell.level] = row
-        how = how_made(family.device)
-        how["commands"] = list(dict.fromkeys([*known["commands"], how["command"]]))
-        write_json(options.out, {**record, **how, "cells": list(found.values())})
+        keep(options.out, family, {**record, "commands": commands, "cells": list(found.values())})
         print(f"{line(row)}  [{time.perf_counter() - began:.1f} s]", flush=True)
 
 

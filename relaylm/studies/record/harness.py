@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from relaylm.files import write_json
 from relaylm.harness import model_class
-from relaylm.measure.provenance import how_made
-from relaylm.studies.record.common import about, command
+from relaylm.studies.record.common import command, keep
 
 SCHEDULES: tuple[dict[str, Any], ...] = (
     {"schedule": "heavy", "steps": 512},
@@ -54,15 +52,9 @@ def main() -> None:
             }
         )
         print(found[-1], flush=True)
-        family = model.scheduled.family
-        record = {
-            **about(family),
-            "seed": model.scheduled.seed,
-            "calls": options.calls,
-            "limit": options.limit,
-            "lm_eval": got["lm_eval_version"],
-        }
-        write_json(options.out, {**record, **how_made(family.device), "schedules": found})
+        record = {"seed": model.scheduled.seed, "calls": options.calls, "limit": options.limit}
+        record |= {"lm_eval": got["lm_eval_version"], "schedules": found}
+        keep(options.out, model.scheduled.family, record)
 
 
 if __name__ == "__main__":

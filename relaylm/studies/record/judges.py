@@ -17,14 +17,12 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from relaylm.files import write_json
 from relaylm.measure import metrics
 from relaylm.measure.compare import compare
-from relaylm.measure.provenance import how_made
 from relaylm.models.family import Family
 from relaylm.studies.paper import numbers as paper
 from relaylm.studies.paper.contrasts import numbers, sign
-from relaylm.studies.record.common import about, command
+from relaylm.studies.record.common import command, keep
 
 ROWS = 400  # of each schedule
 
@@ -39,7 +37,7 @@ def main() -> None:
     }
     result = agreement(tables)
     what = "the seven hand-made schedules under two judges: mean log-perplexity of the same samples"
-    write_json(options.out, {"what": what, **about(family), "n": ROWS, **how_made(family.device), **result})
+    keep(options.out, family, {"what": what, "n": ROWS, **result})
     tau = result["kendall_tau"]
     print(f"Kendall's tau {tau['value']:.2f} ({tau['ci'][0]:.2f} to {tau['ci'][1]:.2f})")
 
@@ -54,8 +52,7 @@ def agreement(tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
     for i, j in combinations(range(len(paper.SCHEDULES)), 2):
         pair: dict[str, Any] = {"first": paper.SCHEDULES[i], "second": paper.SCHEDULES[j]}
         for name, log_Sn in log.items():
-            mean, low, high = (float(v) for v in metrics.mean_interval(log_Sn[i] - log_Sn[j]))
-            pair |= {name: mean, f"{name}_ci": [low, high]}
+            pair |= metrics.mean_estimate(log_Sn[i] - log_Sn[j]).named(name)
         pairs.append(pair)
     said = [(pair, {sign(*pair["own_ci"]), sign(*pair["other_ci"])}) for pair in pairs]
     rows = {name: table["rows"] for name, table in tables.items()}

@@ -14,13 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from relaylm.files import write_json
 from relaylm.measure.likelihood import spread_rows
-from relaylm.measure.provenance import how_made
 from relaylm.models.family import Family
 from relaylm.search.search import search
 from relaylm.show.figures import finish, new_figure, nth, points, save_figure
-from relaylm.studies.record.common import about, command, text_of
+from relaylm.studies.record.common import command, keep, text_of
 
 SAVED = 1 / 6
 LENGTHS = (32, 64, 128, 256, 512, 1024)
@@ -42,8 +40,7 @@ def main() -> None:
         result = search(family, budget=SAVED, quick=True, length=length, text=rows_NL, progress=True)
         found.append({"length": length, "rows": len(rows_NL), **picked(result)})
         print(length, {kind: found[-1][kind]["schedule"] for kind in KINDS}, flush=True)
-    record = {**about(family), "saved": SAVED, **how_made(family.device), "lengths": found}
-    write_json(options.out / "lengths.json", record)
+    keep(options.out / "lengths.json", family, {"saved": SAVED, "lengths": found})
     draw(found, options.out / "lengths.png")
 
 

@@ -15,16 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from relaylm.errors import UserError
-from relaylm.files import write_json
 from relaylm.measure.judge import load_judge, score
-from relaylm.measure.likelihood import bound, held_out, spread_rows
+from relaylm.measure.likelihood import bound, spread_rows
 from relaylm.measure.metrics import perplexity, word_entropy
-from relaylm.measure.provenance import how_made
 from relaylm.models.denoiser import Denoiser, Transformer
 from relaylm.models.family import Family
 from relaylm.sampling.sample import sample
-from relaylm.studies.record.common import about, command
+from relaylm.studies.record.common import command, keep, text_of
 from relaylm.train.corpus import TokenFile
 from relaylm.train.family import averaged_network
 from relaylm.train.lighten import lighten
@@ -43,8 +40,7 @@ def main() -> None:
         n=(32, "samples of each schedule"),
     )
     own = Family.load(options.family)
-    if (text := held_out(own)) is None or own.judge is None:
-        raise UserError(f"{options.family} has no held-out text or no judge beside it")
+    text, judge = text_of(own, options.family), load_judge(None, own)
     warm = {"batch": options.batch, "warmup": options.steps // 10}
     folder = lighten(
         options.family, options.corpus, options.work / "sibling", options.blocks, steps=options.steps, **warm
@@ -68,16 +64,16 @@ def main() -> None:
     lights = [name for name in models if name != family.heavy]
     schedules = [f"{name} spaced:{options.spacing}" for name in models]
     schedules += [f"{name}:50% {family.heavy}:50% spaced:{options.spacing}" for name in lights]
-    judge, found = load_judge(None, own), []
+    found = []
     for schedule in schedules:
         drawn = sample(together, schedule, options.n, seed=0)
         scores = score(judge, drawn.tokens)
         words = float(np.mean([word_entropy(text) for text in drawn.texts]))
         quality = perplexity(scores.written_nll_n, scores.written_count_n)
         found.append({"schedule": schedule, "flops": drawn.cost.flops, **quality, "word_entropy": words})
-    result = {**about(own), "blocks": options.blocks, "of": made["of"], "choice": made["choice"], "n": options.n}
+    result = {"blocks": options.blocks, "of": made["of"], "choice": made["choice"], "n": options.n}
     result |= {"spacing": options.spacing, "training": trained, "bounds": bounds, "samples": found}
-    write_json(options.out, {**how_made(own.device), **result})
+    keep(options.out, own, result)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import math
 
-from relaylm.files import write_json
-from relaylm.measure.provenance import how_made
 from relaylm.models.family import Family
 from relaylm.sampling.sample import sample
-from relaylm.studies.record.common import about, command
+from relaylm.studies.record.common import command, keep
 
 
 def main() -> None:
@@ -39,9 +37,8 @@ def main() -> None:
             }
         )
         print(found[-1], flush=True)
-    record = {**about(family), "model": model, "rows": n, "seed": options.seed, "length": family.length}
-    record["steps"] = "inf" if math.isinf(steps) else steps
-    write_json(options.out, {**record, **how_made(family.device), "runs": found})
+    record = {"model": model, "rows": n, "seed": options.seed, "length": family.length}
+    keep(options.out, family, {**record, "steps": "inf" if math.isinf(steps) else steps, "runs": found})
 
 
 if __name__ == "__main__":

@@ -16,14 +16,13 @@ OUT/store, so that the same command resumes. With `--draw` only the figures are 
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from relaylm.files import write_json
+from relaylm.files import read_json, read_object, write_json
 from relaylm.measure.compare import compare
 from relaylm.measure.provenance import how_made
 from relaylm.measure.store import Store
@@ -32,7 +31,7 @@ from relaylm.search.search import search
 from relaylm.show.figures import finish, new_figure, nth, reach, save_figure
 from relaylm.show.search import plot_search
 from relaylm.studies.paper.contrasts import numbers, paired
-from relaylm.studies.record.common import about, command
+from relaylm.studies.record.common import command, keep
 
 FRESH_SEED = 1000
 
@@ -54,14 +53,13 @@ def main() -> None:
     if not options.draw:
         family = Family.load(options.family, device=options.device)
         options.steps = options.steps or family.length
-        record = {**about(family), "fresh_seed": FRESH_SEED, "steps": options.steps}
-        record |= {"n": options.n, "fresh": options.fresh}
-        known = json.loads(file.read_text()) if file.is_file() else {}
+        record = {"fresh_seed": FRESH_SEED, "steps": options.steps, "n": options.n, "fresh": options.fresh}
+        known = read_json(file) or {}
         record |= {name: known[name] for name in ("two", "all") if name in known}
         for name, question in (("two", two_models), ("all", all_models)):
             if options.only in (None, name):
                 record[name] = question(family, options)
-                write_json(file, {**how_made(family.device), **record})
+                keep(file, family, record)
     draw(options.out)
 
 
@@ -164,9 +162,9 @@ def all_models(family: Family, options: Namespace) -> list[dict[str, Any]]:
 
 def draw(out: Path) -> None:
     """What the tuner and its rivals lose against all-heavy, a panel for each saving; and the 210."""
-    if (whole := out / "searches" / "all-210.json").is_file():
-        plot_search(json.loads(whole.read_text()), out / "all-210.png")
-    budgets = json.loads((out / "search.json").read_text()).get("all", [])
+    if whole := read_json(out / "searches" / "all-210.json"):
+        plot_search(whole, out / "all-210.png")
+    budgets = read_object(out / "search.json").get("all", [])
     if not budgets:
         return
     figure = new_figure(4.6 * len(budgets), 0.9 + 0.33 * max(len(budget["rows"]) for budget in budgets))

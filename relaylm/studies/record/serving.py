@@ -41,7 +41,7 @@ from relaylm.sampling.sample import sample
 from relaylm.show.colours import BLACK, BLUE, RED, VIOLET
 from relaylm.show.figures import finish, new_figure, save_figure
 from relaylm.studies.bench.published import random_network
-from relaylm.studies.record.common import command
+from relaylm.studies.record.common import command, records_beside
 
 CLIENTS = 64
 
@@ -261,8 +261,7 @@ def main() -> None:
         draw=(False, "only the figure OUT, from the records in its folder"),
     )
     if args.draw:
-        records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(args.out.parent.glob("*.json"))]
-        print(save_figure(figure(records), args.out))
+        print(save_figure(figure(records_beside(args.out)), args.out))
         return
     ways = {name: getattr(args, name) for name in ("steps", "spacing") if getattr(args, name) is not None}
     fields = {"length": args.length, **(ways or {"steps": args.length}), "schedule": args.schedule}

@@ -13,7 +13,6 @@ only the figure is made, OUT.svg.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -22,16 +21,15 @@ import numpy as np
 
 from relaylm.core.pairs import PairTable, default_spacing, spacing_loss, uniform_loss
 from relaylm.core.schedule import Schedule, Spacing
-from relaylm.files import write_json
+from relaylm.files import read_object
 from relaylm.measure import metrics
 from relaylm.measure.likelihood import spread_rows
 from relaylm.measure.pairs import measure_pairs
 from relaylm.measure.plan_likelihood import plan_bound
-from relaylm.measure.provenance import how_made
 from relaylm.models.family import Family
 from relaylm.sampling.rules import Rule, parse_rule
 from relaylm.show.figures import plot_front
-from relaylm.studies.record.common import about, command, text_of
+from relaylm.studies.record.common import begun, command, keep, text_of
 
 PLANS = (
     "uniform:64,uniform:32,uniform:16,spaced:5,spaced:8,spaced:11,spaced:16,spaced:25,spaced:40,spaced:64,"
@@ -54,15 +52,14 @@ def main() -> None:
         draw=(False, "only the figure, from what is there"),
     )
     if options.draw:
-        print(plot_front(json.loads(options.out.read_text()), options.out.with_suffix(".svg")))
+        print(plot_front(read_object(options.out), options.out.with_suffix(".svg")))
         return
     family = Family.load(options.family, device=options.device, dtype=options.dtype)
     text, heavy, length = text_of(family, options.family), family.roles()[1], family.length
     plans = {label: read_plan(label) for label in (f"uniform:{length}", *options.plans.split(","))}
     rows_NL = spread_rows(text, length, options.rows)
-    record = {**about(family), "model": heavy, "precision": family.precision}
-    known = json.loads(options.out.read_text()) if options.out.exists() else {}
-    if all(known.get(key) == value for key, value in record.items()):
+    record = {"model": heavy, "precision": family.precision}
+    if known := begun(options.out, family, record):
         table, kept = PairTable.from_json(known["pairs"]), {plan["plan"]: plan for plan in known["plans"]}
     else:
         exact = Family.load(options.family, device=options.device, dtype="float32")  # rounding looks like information
@@ -88,8 +85,7 @@ def main() -> None:
         found = [entry(label, measured, table, length) for label in plans]
         summary = {"default_spacing": str(default_spacing(table, length)), "correlation": correlation(found)}
         rows = {"rows": len(found[0]["nats"]), "length": length}
-        how = how_made(family.device)
-        write_json(options.out, {**record, **rows, **how, **summary, "plans": found, "pairs": table.to_json()})
+        keep(options.out, family, {**record, **rows, **summary, "plans": found, "pairs": table.to_json()})
         print(rows, summary, {p["plan"]: round(p["loss"], 2) for p in found}, flush=True)
 
 
@@ -107,11 +103,11 @@ def entry(label: str, measured: Mapping[str, Mapping[str, Any]], table: PairTabl
     own, first = measured[label], next(iter(measured.values()))
     n = min(len(own["nats"]), len(first["nats"]))
     own_N, first_N = np.array(own["nats"][:n]), np.array(first["nats"][:n])
-    loss, *loss_ci = (float(v) for v in metrics.mean_interval(100 * (own_N - first_N) / length))
-    bits, *ci = (float(v) for v in metrics.mean_interval(own_N / (length * np.log(2))))
+    loss = metrics.mean_estimate(100 * (own_N - first_N) / length)
+    bits = metrics.mean_estimate(own_N / (length * np.log(2)))
     return {
         "plan": label,
-        **{"loss": loss, "loss_ci": loss_ci, "bits": bits, "ci": ci, "rows": n},
+        **{**loss.named("loss"), "bits": bits.value, "ci": bits.ci, "rows": n},
         **{"calls": own["calls"], "flops": own["flops"], "saved": 1 - own["flops"] / first["flops"]},
         "predicted": predicted(table, *read_plan(label), length),
         "nats": own["nats"],

@@ -16,15 +16,13 @@ import numpy as np
 
 from relaylm.console import progress_bar
 from relaylm.errors import UserError
-from relaylm.files import write_json
 from relaylm.measure import metrics
 from relaylm.measure.evaluate import figures, judge_rows, texts_of
 from relaylm.measure.judge import Judge, features, load_judge
 from relaylm.measure.likelihood import spread_rows
-from relaylm.measure.provenance import how_made
 from relaylm.models.family import Family
 from relaylm.sampling.sample import sample
-from relaylm.studies.record.common import about, command, text_of
+from relaylm.studies.record.common import command, keep, text_of
 
 LABELS = {"own": "own judge", "other": "other judge"}
 
@@ -38,13 +36,12 @@ def main() -> None:
     judges = {name: load_judge(source, family) for name, source in asked.items()}
     real_nL = spread_rows(text_of(family, options.family), family.length, 2 * options.rows)
     rows_nL, reference_nL = real_nL[::2], real_nL[1::2]
-    record = {**about(family), **how_made(family.device)}
-    record |= {"judges": {LABELS[name]: judge.name for name, judge in judges.items()}, "texts": []}
+    named, texts = {LABELS[name]: judge.name for name, judge in judges.items()}, []
     for label, tokens_nL, calls in kinds(family, rows_nL, options.uniform_rows):
         found = {"text": label, "n": len(tokens_nL), "calls": calls}
-        record["texts"].append(found | described(family, judges, tokens_nL, reference_nL))
-        print(record["texts"][-1], flush=True)
-        write_json(options.out, record)
+        texts.append(found | described(family, judges, tokens_nL, reference_nL))
+        print(texts[-1], flush=True)
+        keep(options.out, family, {"judges": named, "texts": texts})
 
 
 def kinds(family: Family, real_nL: np.ndarray, uniform_rows: int) -> Any:
