@@ -133,6 +133,12 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def panels(width: float, height: float, columns: int = 1, **options: Any) -> tuple[Any, Sequence[Any]]:
+    """An empty figure and its axes, side by side; options are those of `subplots`."""
+    figure = new_figure(width, height)
+    return figure, figure.subplots(1, columns, squeeze=False, **options)[0]
+
+
 def nth(k: int) -> dict[str, Any]:
     """The look of the k-th of several curves."""
     return {"color": COLOURS[k % len(COLOURS)], "marker": MARKERS[k % len(MARKERS)]}

@@ -18,7 +18,7 @@ from relaylm.console import table, terminal_width, wrapped
 from relaylm.errors import UserError
 from relaylm.files import atomic_write, expand, read_bytes
 from relaylm.show.colours import COLOURS, MARKERS
-from relaylm.show.figures import finish, new_figure, save_figure
+from relaylm.show.figures import finish, panels, save_figure
 from relaylm.studies.compose.compose import diversity, kind_of
 
 Result = Mapping[str, Any]
@@ -264,14 +264,13 @@ def _free_place(
 
 
 def _front_figure(result: Result) -> Any:
-    figure = new_figure(11.0, 4.8)
+    figure, (left, right) = panels(11.0, 4.8, 2)
     from matplotlib.lines import Line2D
 
     rows = [row for row in result["rows"] if row["flops"] is not None]
     if not rows:
         raise UserError("the figure needs FLOPs, and these models do not say what a call costs")
     colours, markers = _styles(result)
-    left, right = figure.subplots(1, 2)
     sizes = _sizes(list(colours))
     words = "word_entropy" in rows[0]
     marks = []
@@ -327,9 +326,8 @@ def _gflops(result: Result, row: Mapping[str, Any]) -> float:
 
 
 def _both_figure(result: Result) -> Any:
-    figure = new_figure(11.0, 4.8)
+    figure, (left, right) = panels(11.0, 4.8, 2)
     colours, markers = _styles(result)
-    left, right = figure.subplots(1, 2)
     sizes = _sizes(list(colours))
     left.set_xscale("log")
     right.set_xscale("asinh", linear_width=0.05)  # even near 0, where most losses are, and space for the large ones

@@ -15,7 +15,7 @@ import numpy as np
 
 from relaylm.core.schedule import hand_made
 from relaylm.show.colours import COLOURS
-from relaylm.show.figures import finish, new_figure, nth, points, reach, save_figure
+from relaylm.show.figures import finish, new_figure, nth, panels, points, reach, save_figure
 from relaylm.studies.paper import numbers as paper
 from relaylm.studies.paper.contrasts import SAMPLERS, against, difference
 
@@ -29,13 +29,14 @@ def segments(name: str, steps: int) -> list[str]:
     return [f"{model}{len(list(run))}" for model, run in groupby(hand_made()[name].timetable(steps).models)]
 
 
-def bars(panels: Mapping[str, Result], path: Path) -> Path:
+def bars(results: Mapping[str, Result], path: Path) -> Path:
     """Perplexity of the seven schedules with intervals, one panel for each title; rivals beside them."""
-    figure = new_figure(max(6.4, 5.6 * min(2, len(panels))), 3.6 * ((len(panels) + 1) // 2))
-    grid = figure.subplots((len(panels) + 1) // 2, min(2, len(panels)), squeeze=False)
-    for axes in grid.flat[len(panels) :]:
+    down, across = (len(results) + 1) // 2, min(2, len(results))
+    figure = new_figure(max(6.4, 5.6 * across), 3.6 * down)
+    grid = figure.subplots(down, across, squeeze=False)
+    for axes in grid.flat[len(results) :]:
         axes.set_axis_off()
-    for axes, (title, result) in zip(grid.flat, panels.items(), strict=False):
+    for axes, (title, result) in zip(grid.flat, results.items(), strict=False):
         by = {row["schedule"]: row for row in result["rows"]}
         rows = [(by[name], name) for name in paper.SCHEDULES if name in by]
         rows += [(row, "rival") for row in result["rows"] if row.get("kind") == "rival"]
@@ -67,8 +68,7 @@ def _rival_label(row: Mapping[str, Any]) -> str:
 
 def depth_curve(rows: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Perplexity above all-heavy by the light model's depth, the intervals paired; `rows` by depth."""
-    figure = new_figure(6.0, 3.0)
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(6.0, 3.0)
     found = [against(pairs, row["schedule"], rows[-1]["schedule"]) for row in rows[:-1]] + [(0.0, 0.0, 0.0)]
     drop, *ci = 100 * np.expm1(np.array(found)).T
     points(axes, [row["depth"] for row in rows], drop, np.transpose(ci), color=BLUE, marker="o", label="here")
@@ -81,8 +81,7 @@ def depth_curve(rows: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, 
 def share_curves(result: Result, rows: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
     """Share of the gap paid, and time saved, over the light share."""
     shares, printed = result["shares"], {"color": RED, "marker": "s", "linestyle": "--", "label": "paper"}
-    figure = new_figure(9.0, 3.2)
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = panels(9.0, 3.2, 2)
     paid, flops = ([100 * (rows[label][key] or 0) for label in result["labels"]] for key in ("gap_paid", "flops_saved"))
     theirs = [100 * (v[0] - 42.9) / (53.4 - 42.9) for v in paper.SHARES.values()]
     left.plot(shares, paid, color=BLUE, marker="o", label="here")
@@ -101,9 +100,8 @@ def share_curves(result: Result, rows: Mapping[str, Mapping[str, Any]], path: Pa
 
 def precision_bars(by_steps: Mapping[str, Any], path: Path) -> Path:
     """Perplexity above all-heavy of each mixed schedule, exact and as MDLM draws, and the paper's."""
-    figure = new_figure(4.6 * len(by_steps), 3.2)
-    panels = figure.subplots(1, len(by_steps), sharey=True, squeeze=False)[0]
-    for axes, (steps, found) in zip(panels, by_steps.items(), strict=True):
+    figure, row = panels(4.6 * len(by_steps), 3.2, len(by_steps), sharey=True)
+    for axes, (steps, found) in zip(row, by_steps.items(), strict=True):
         for k, (kind, colour, hatch) in enumerate((("exact", BLUE, ""), ("published", BROWN, "//"))):
             pairs = found[kind]["contrasts"]
             loss, *ci = np.array([against(pairs, name, "heavy") for name in paper.MIXED]).T
@@ -117,16 +115,15 @@ def precision_bars(by_steps: Mapping[str, Any], path: Path) -> Path:
         axes.set_title(f"T = {steps}", fontsize=9)
         axes.axhline(0, color=BLACK, linewidth=0.8)
         axes.legend(frameon=False, fontsize=8, loc="upper center", ncols=2)
-    panels[0].set_ylabel("log-PPL above all-heavy")
-    low, high = panels[0].get_ylim()
-    panels[0].set_ylim(low, high + 0.25 * (high - low))  # for the legends
+    row[0].set_ylabel("log-PPL above all-heavy")
+    low, high = row[0].get_ylim()
+    row[0].set_ylim(low, high + 0.25 * (high - low))  # for the legends
     return save_figure(figure, path)
 
 
 def precision_levels(by_steps: Mapping[str, Any], path: Path) -> Path:
     """Perplexity and entropy over the number of steps in both samplers, and the kept probability mass over time."""
-    figure = new_figure(13.2, 3.4)
-    left, middle, right = figure.subplots(1, 3)
+    figure, (left, middle, right) = panels(13.2, 3.4, 3)
     looks = {("exact", "light"): (VIOLET, "s", "-"), ("exact", "heavy"): (BLUE, "o", "-")}
     looks |= {("published", "light"): (RED, "v", "--"), ("published", "heavy"): (BROWN, "^", "--")}
     for axes, key, label in ((left, "gen_ppl", "Gen. PPL"), (middle, "entropy", "entropy, nats")):
@@ -150,8 +147,7 @@ def precision_levels(by_steps: Mapping[str, Any], path: Path) -> Path:
 
 def stretches(result: Result, path: Path) -> Path:
     """What a light model, or fewer steps, cost in each stretch of time."""
-    figure = new_figure(6.4, 3.0)
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(6.4, 3.0)
     for kind, colour, mark, label, shift in (
         ("light", BROWN, "o", "light model there", -0.1),
         ("stride", BLUE, "s", f"{result.get('sparse')} times larger steps there", 0.1),
@@ -167,8 +163,7 @@ def stretches(result: Result, path: Path) -> Path:
 
 def stages(result: Result, path: Path) -> Path:
     """KL by time, and where it peaks, over training. The KL itself, not above a twin's: early stages have no twin."""
-    figure = new_figure(9.0, 3.2)
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = panels(9.0, 3.2, 2)
     pairs = [stage["pair"] for stage in result["stages"]]
     tokens = [(stage["tokens"] or 0) / 1e6 for stage in result["stages"]]
     for k, pair in enumerate(pairs):
@@ -186,8 +181,7 @@ def stages(result: Result, path: Path) -> Path:
 
 def time_bars(parts: Mapping[str, tuple[float, float]], path: Path) -> Path:
     """Shares of the time: blocks, and everything else (output layer and draw), by label."""
-    figure = new_figure(8.0, 0.9 + 0.42 * len(parts))
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(8.0, 0.9 + 0.42 * len(parts))
     for k, (blocks, rest) in enumerate(parts.values()):
         axes.barh(k, 100 * blocks, color=BLUE, label="blocks" if k == 0 else None)
         axes.barh(k, 100 * rest, left=100 * blocks, color=BROWN, hatch="//", label="the rest" if k == 0 else None)
@@ -218,8 +212,7 @@ def tuned_rows(result: Result) -> list[dict[str, Any]]:
 
 def front(result: Result, path: Path) -> Path:
     """Loss against FLOPs saved: mixed schedules of the tuner, rivals, all-heavy; side by side where savings agree."""
-    figure = new_figure(8.0, 3.8)
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(8.0, 3.8)
     measured = tuned_rows(result)
     kinds = (
         ("mixed", BLUE, "o", "mixtures of the tuner", 0.6),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from relaylm.show.colours import BLACK, BROWN, GREEN, MARKERS, RED, VIOLET
-from relaylm.show.figures import finish, new_figure, nth, points, save_figure
+from relaylm.show.figures import finish, nth, panels, points, save_figure
 
 TICKS = (0.5, 0.67, 0.8, 0.9, 0.95)
 PARTS = {
@@ -38,10 +38,9 @@ MOST_CALLS, LEAST_CALLS = 220, 6  # of the figure over calls
 def draw(result: dict[str, Any], path: Path) -> Path:
     """Loss over the share saved, a line for each kind; samples on the left, likelihood on the right. An axis reaches as
     far as uniform steps at 90% saved; a kind that lies outside as a whole is named at the edge."""
-    figure = new_figure(11.0, 4.8)
-    panels = figure.subplots(1, 2)
+    figure, row = panels(11.0, 4.8, 2)
     kinds = [kind for kind in KINDS if kind != "inf" and any(row["kind"] == kind for row in result["cells"])]
-    for axes, part in zip(panels, PARTS, strict=True):
+    for axes, part in zip(row, PARTS, strict=True):
         cells = [row for row in result["cells"] if (row[part] or {}).get("loss") is not None]
         high = 1.1 * max(row[part]["loss"] for row in cells if row["kind"] == "uniform" and row["level"] < 0.94)
         low = 1.25 * min(0.0, *(row[part]["loss"] for row in cells if row["kind"] in ("sets", "surest")))
@@ -63,7 +62,7 @@ def draw(result: dict[str, Any], path: Path) -> Path:
         axes.set_ylim(low, high)
         saved = f"FLOPs saved, of {result['heavy']} in T = {result['length']} uniform steps"
         finish(axes, saved, PARTS[part], legend=False, zero=BLACK)
-    handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    handles = {label: h for axes in row for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, loc="outside right upper", frameon=False, fontsize=8)
     what = "what is lost when FLOPs are saved (lower is better)"
     return save_figure(figure, path, f"{result['family']['name']}: {what}")
@@ -86,9 +85,8 @@ def draw_calls(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     panel for each record that has all three; its dashed line is T = L."""
     kinds = {"uniform": "uniform steps", "sets": "spaced", "surest": "surest first"}
     found = [record for record in records if kinds.keys() <= {cell["kind"] for cell in record.get("cells", ())}]
-    figure = new_figure(9.6, 3.5)
-    panels = figure.subplots(1, len(found), squeeze=False)[0]
-    for axes, record in zip(panels, found, strict=True):
+    figure, row = panels(9.6, 3.5, len(found))
+    for axes, record in zip(row, found, strict=True):
         base = next(cell for cell in record["cells"] if cell["kind"] == "reference")
         for kind, label in kinds.items():
             cells = sorted((cell for cell in record["cells"] if cell["kind"] == kind), key=lambda cell: cell["calls"])

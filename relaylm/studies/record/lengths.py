@@ -17,7 +17,7 @@ import numpy as np
 from relaylm.measure.likelihood import spread_rows
 from relaylm.models.family import Family
 from relaylm.search.search import search
-from relaylm.show.figures import finish, new_figure, nth, points, save_figure
+from relaylm.show.figures import finish, nth, panels, points, save_figure
 from relaylm.studies.record.common import command, keep, text_of
 
 SAVED = 1 / 6
@@ -59,8 +59,7 @@ def picked(result: dict[str, Any]) -> dict[str, Any]:
 
 def draw(found: list[dict[str, Any]], file: Path) -> None:
     """Loss against length, a curve for each kind."""
-    figure = new_figure(6.4, 4.0)
-    axes = figure.subplots()
+    figure, (axes,) = panels(6.4, 4.0)
     for k, (kind, label) in enumerate(KINDS.items()):
         loss, ci = (100 * np.array([row[kind][key] for row in found]) for key in ("loss", "ci"))
         points(axes, [row["length"] * 1.03 ** (k - 1) for row in found], loss, ci, label=label, **nth(k))

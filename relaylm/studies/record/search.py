@@ -28,7 +28,7 @@ from relaylm.measure.provenance import how_made
 from relaylm.measure.store import Store
 from relaylm.models.family import Family
 from relaylm.search.search import search
-from relaylm.show.figures import finish, new_figure, nth, reach, save_figure
+from relaylm.show.figures import finish, nth, panels, reach, save_figure
 from relaylm.show.search import plot_search
 from relaylm.studies.paper.contrasts import numbers, paired
 from relaylm.studies.record.common import command, keep
@@ -167,10 +167,11 @@ def draw(out: Path) -> None:
     budgets = read_object(out / "search.json").get("all", [])
     if not budgets:
         return
-    figure = new_figure(4.6 * len(budgets), 0.9 + 0.33 * max(len(budget["rows"]) for budget in budgets))
+    height = 0.9 + 0.33 * max(len(budget["rows"]) for budget in budgets)
+    figure, columns = panels(4.6 * len(budgets), height, len(budgets))
     ends = [100 * end for budget in budgets for row in budget["rows"] for end in row["against_heavy"]["ci"]]
     looks = {kind: nth(k) for k, kind in enumerate(("mixed", "rival", "sandwich"))}
-    for axes, budget in zip(figure.subplots(1, len(budgets), squeeze=False)[0], budgets, strict=True):
+    for axes, budget in zip(columns, budgets, strict=True):
         for k, row in enumerate(budget["rows"]):
             value, ci = 100 * row["against_heavy"]["difference"], 100 * np.array(row["against_heavy"]["ci"])
             look = looks["sandwich" if row["what"] == "sandwich" else row["kind"]]

@@ -39,7 +39,7 @@ from relaylm.models.family import Family
 from relaylm.models.folder import save_family
 from relaylm.sampling.sample import sample
 from relaylm.show.colours import BLACK, BLUE, RED, VIOLET
-from relaylm.show.figures import finish, new_figure, save_figure
+from relaylm.show.figures import finish, panels, save_figure
 from relaylm.studies.bench.published import random_network
 from relaylm.studies.record.common import command, records_beside
 
@@ -301,13 +301,13 @@ def figure(records: Sequence[Mapping[str, Any]]) -> Any:
     loaded = [record for record in records if "latency" in record]
     each = [record["memory"] for record in records if "memory" in record]
     flat: Mapping[str, Any] = max(each, key=lambda memory: memory["requests"], default={})
-    drawn = new_figure(2.75 * (len(loaded) + bool(flat)), 3.1)
-    panels = drawn.subplots(1, len(loaded) + bool(flat), squeeze=False)[0]
-    for axes, record in zip(panels, loaded, strict=False):
+    columns = len(loaded) + bool(flat)
+    drawn, row = panels(2.75 * columns, 3.1, columns)
+    for axes, record in zip(row, loaded, strict=False):
         _latency(axes, record)
     if flat:
         requests, size = zip(*flat["bytes_after"], strict=True)
-        axes, size_N = panels[-1], np.array(size) / 1e6
+        axes, size_N = row[-1], np.array(size) / 1e6
         axes.plot(requests, size_N, color=BLACK, marker="o", markersize=3, linewidth=1)
         axes.set_ylim(0, 1.3 * size_N.max())
         growth = flat["growth_over_second_half"]
