@@ -43,8 +43,7 @@ from relaylm.models.family import Family
 from relaylm.models.text import wrap_marks
 from relaylm.sampling.engine import settings
 from relaylm.sampling.policy import check_whole, resolve, static_models
-from relaylm.sampling.rules import parse_rule
-from relaylm.sampling.sample import choose_spacing, sample
+from relaylm.sampling.sample import sample, settle
 
 ROWS = 64  # that are worked on together
 AFTER = 16  # masked positions behind a text, where rows end with a mark
@@ -80,18 +79,12 @@ class Scheduled:
         if self.family.tokenizer is None:
             raise UserError(f"{family} has no tokenizer, and tasks are text")
         self.tokenizer = self.family.tokenizer
-        bound = Schedule.parse(str(schedule)).bind(*self.family.roles(light, heavy))
-        self.family.check_names(bound.models)
-        self.rule = None if rule is None else parse_rule(str(rule))
-        own = self.family.spacing(self.family.length) if self.rule is None else None
-        chosen, left = choose_spacing(bound, steps, spacing, False, self.family.length, own)
-        assert isinstance(chosen, Schedule)
-        adaptive = self.rule is not None and self.rule.adaptive
-        if left is None and chosen.steps is None and chosen.spacing is None and not adaptive:
-            left = self.family.length
-        self.schedule, self.steps = chosen, left
-        self.followed, self.times = resolve(chosen, left, self.rule)  # refuses what does not go together
-        self.models = {name: self.family[name] for name in dict.fromkeys(chosen.models)}
+        named = None if rule is None else str(rule)
+        asked = settle(self.family, str(schedule), steps=steps, spacing=spacing, rule=named, light=light, heavy=heavy)
+        assert isinstance(asked.policy, Schedule)
+        self.schedule, self.steps, self.rule = asked.policy, asked.steps, asked.rule
+        self.followed, self.times = resolve(asked.policy, asked.steps, asked.rule)  # refuses what does not go together
+        self.models = {name: self.family[name] for name in asked.policy.models}
         self.calls, self.seed = int(calls), int(seed)
         rows = str(batch_size)  # lm_eval says 1 unless it is given another
         self.batch_size = int(rows) if rows.isdigit() and int(rows) > 1 else 32

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from relaylm.core.schedule import Schedule, Spacing, Timetable
+from relaylm.core.schedule import Schedule, Spacing, Timetable, timetable_of
 from relaylm.errors import UserError
 
 SPACED_PLANS = 64  # over which the cost of a spaced schedule is averaged
@@ -129,9 +129,8 @@ def mean_price(
     if isinstance(schedule, Schedule) and schedule.spacing is not None:
         each_f = [_mean_spaced_price(prices, schedule, int(f)) for f in free]
         return float((np.array(each_f) * rows).sum() / rows.sum())
-    if steps is not None and math.isinf(steps):
-        if isinstance(schedule, Timetable):
-            raise UserError(f"the timetable has {schedule.steps} steps, but T is infinite")
+    if (table := timetable_of(schedule, steps)) is None:
+        assert isinstance(schedule, Schedule)
         if any(prices[name].every_step for name in schedule.models):
             raise UserError("blocks are counted by step, and there are infinitely many: choose flops, ms or J")
         spans = -np.diff([1.0, *schedule.ends])
@@ -140,7 +139,6 @@ def mean_price(
             for span, segment in zip(spans, schedule.segments, strict=True)
         )
         return float(each * (free * rows).sum() / rows.sum())
-    table = schedule if isinstance(schedule, Timetable) else schedule.timetable(None if steps is None else int(steps))
     share_T = -np.diff(np.asarray(table.times))
     price_T = [prices[name] for name in table.models]
     base_T, slope_T = np.array([price.base for price in price_T]), np.array([price.slope for price in price_T])

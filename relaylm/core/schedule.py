@@ -42,12 +42,9 @@ def _check_share(share: object, what: str) -> None:
 class Segment:
     """One model for a number of consecutive steps."""
 
-    model: str
-    """A model's name (`12b`), or a role: `L` the light one, `H` the heavy one."""
-    steps: int | Fraction
-    """A count of steps (int), or a share of all steps in (0, 1] (Fraction). `1` and `Fraction(1)` are not the same."""
-    time: Fraction | None = None
-    """Share of the time axis this segment covers; None: as its share of the steps, the uniform grid."""
+    model: str  # a model's name (`12b`), or a role: `L` the light one, `H` the heavy one
+    steps: int | Fraction  # a count (int), or a share of all in (0, 1] (Fraction); `1` and `Fraction(1)` differ
+    time: Fraction | None = None  # share of the time axis; None: as its share of the steps, the uniform grid
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not notation.name_re.fullmatch(self.model) or self.model in RESERVED:
@@ -82,8 +79,7 @@ class Spacing:
     """Positions that one call writes are at least `distance` apart (`relaylm.core.spacing`)."""
 
     distance: int
-    form: str = "sets"
-    """`sets`: the fewest calls. `prefix`: positions are written in the plan's own order."""
+    form: str = "sets"  # `sets`: the fewest calls. `prefix`: positions are written in the plan's own order.
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "distance", whole(self.distance, "a spacing", 1, MAX_DISTANCE))
@@ -103,28 +99,18 @@ class Spacing:
 class RowState:
     """What a policy may look at: the row's own state before its next call, and nothing of other rows of the batch."""
 
-    step: int
-    """The paper's i of the next event, T..1; 0 at T = infinity."""
-    steps: int
-    """T; 0 at T = infinity."""
-    t: float
-    """Time before the step, `times[T - step]`; at T = infinity the event's own u."""
-    masked: int
-    """Positions still masked."""
-    length: int
-    """Positions in the row."""
-    free: int
-    """Positions that were masked at the start."""
-    calls: int
-    """Calls of this row so far."""
-    model: str | None
-    """Model of its last call."""
-    mean_logprob: float | None
-    """Mean log-probability of the tokens its last call wrote, under the model that wrote them."""
-    min_logprob: float | None
-    """The smallest of them."""
+    step: int  # the paper's i of the next event, T..1; 0 at T = infinity
+    steps: int  # T; 0 at T = infinity
+    t: float  # time before the step, `times[T - step]`; at T = infinity the event's own u
+    masked: int  # positions still masked
+    length: int  # positions in the row
+    free: int  # positions that were masked at the start
+    calls: int  # calls of this row so far
+    model: str | None  # model of its last call
+    mean_logprob: float | None  # mean log-probability of the tokens that call wrote, under the model that wrote them
+    min_logprob: float | None  # the smallest of them
+    # (masked, V) tensor of the last call, only for a policy with `wants_logits = True`
     masked_logits: Any = field(default=None, compare=False, repr=False)
-    """(masked, V) tensor of the last call, only for a policy with `wants_logits = True`."""
 
 
 Policy = Callable[[RowState], str]
@@ -136,10 +122,8 @@ asks for `RowState.masked_logits`. `Schedule` and `Timetable` are the static pol
 class Timetable:
     """A schedule resolved for T steps; itself a policy."""
 
-    models: tuple[str, ...]
-    """`models[k]` runs at the k-th step from the masked end, k = 0..T-1, that is i = T - k."""
-    times: tuple[float, ...]
-    """T + 1 grid points from 1.0 (fully masked) down to 0.0; step k goes from `times[k]` to `times[k + 1]`."""
+    models: tuple[str, ...]  # `models[k]` runs at the k-th step from the masked end, k = 0..T-1, that is i = T - k
+    times: tuple[float, ...]  # T + 1 grid points from 1.0 (masked) down to 0.0; step k: `times[k]` to `times[k + 1]`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "models", tuple(self.models))
@@ -355,6 +339,18 @@ def hand_made() -> dict[str, Schedule]:
     """The paper's seven schedules with 25% light steps (and none, and all), in the paper's order."""
     names = ("light", "quarter:1", "quarter:2", "quarter:3", "quarter:4", "sandwich", "heavy")
     return {name: Schedule.parse(name) for name in names}
+
+
+def timetable_of(schedule: Schedule | Timetable, steps: float | None) -> Timetable | None:
+    """A schedule or timetable in so many steps, its own number if None; None at T = infinity."""
+    if isinstance(schedule, Timetable):
+        if steps is not None and steps != schedule.steps:
+            count = "infinite" if math.isinf(steps) else int(steps)
+            raise UserError(f"the timetable has {schedule.steps} steps, but T is {count}")
+        return schedule
+    if steps is not None and math.isinf(steps):
+        return None
+    return schedule.timetable(None if steps is None else int(steps))
 
 
 def _round(numerator: int, denominator: int) -> int:

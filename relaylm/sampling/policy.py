@@ -18,7 +18,7 @@ from torch import Tensor
 
 from relaylm.core.notation import shown
 from relaylm.core.plan import Plan
-from relaylm.core.schedule import MAX_STEPS, Policy, RowState, Schedule, Timetable
+from relaylm.core.schedule import MAX_STEPS, Policy, RowState, Schedule, Timetable, timetable_of
 from relaylm.errors import UserError, whole
 
 if TYPE_CHECKING:
@@ -46,16 +46,11 @@ def resolve(policy: Policy | Schedule, steps: float | None, rule: Rule | None = 
             raise UserError(
                 f"{rule.name} has its own step grid: a schedule with shares of time (@) does not go with it"
             )
+    if isinstance(policy, Schedule | Timetable):
+        table = timetable_of(policy, steps)
+        return (policy, None) if table is None else (table, table.times)
     if steps is not None and math.isinf(steps):
-        if isinstance(policy, Timetable):
-            raise UserError(f"the timetable has {policy.steps} steps, but T is infinite")
         return policy, None
-    if isinstance(policy, Schedule):
-        policy = policy.timetable(None if steps is None else int(steps))
-    if isinstance(policy, Timetable):
-        if steps is not None and steps != policy.steps:
-            raise UserError(f"the timetable has {policy.steps} steps, but T is {int(steps)}")
-        return policy, policy.times
     if steps is None or steps > MAX_STEPS:
         raise UserError(f"a dynamic policy needs a number of steps from 1 to {MAX_STEPS}, not {steps}")
     return policy, tuple((int(steps) - k) / int(steps) for k in range(int(steps) + 1))

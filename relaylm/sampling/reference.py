@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relaylm.core.schedule import Schedule, Timetable
+from relaylm.core.schedule import Schedule, Timetable, timetable_of
 from relaylm.errors import UserError
 from relaylm.models.denoiser import Denoiser
 
@@ -152,9 +152,8 @@ def sample_reference(
         raise UserError(f"the number of samples and the length must be at least 1, not {n} and {length}")
     if not 0 <= eps < 1:
         raise UserError(f"eps must be at least 0 and below 1, not {eps}")
-    table = schedule.timetable(steps) if isinstance(schedule, Schedule) else schedule
-    if steps is not None and steps != table.steps:
-        raise UserError(f"the timetable has {table.steps} steps, but T is {steps}")
+    if (table := timetable_of(schedule, steps)) is None:
+        raise UserError("the reference samplers take a finite number of steps")
     unknown = [name for name in table.models if name not in models]
     if unknown:
         raise UserError(f"the schedule asks for model {unknown[0]!r}; the models are {', '.join(models)}")

@@ -107,33 +107,6 @@ def pick_batch_size(family: Family, n: int, length: int, models: int) -> int:
     return whole if models < 2 else min(whole, max(1, least, n // 2))
 
 
-def choose_spacing(
-    policy: Policy | Schedule,
-    steps: float | None,
-    spacing: str | int | Spacing | None,
-    spread: bool,
-    length: int,
-    default: Spacing | None,
-) -> tuple[Policy | Schedule, float | None]:
-    """The policy with the spacing that was asked for, and the steps that are left. `spread` asks for the spacing that
-    takes about `steps` calls; `default` is the family's own, for schedules in shares without steps."""
-    if spread:
-        if spacing is not None:
-            raise UserError("spread chooses the spacing from the number of steps: give spread or a spacing, not both")
-        if steps is None or math.isinf(steps):
-            raise UserError("spread needs a number of steps: about as many calls are made")
-        spacing, steps = spread_over(steps, length), None
-    if spacing is None and steps is None and isinstance(policy, Schedule) and policy.takes_spacing:
-        spacing = default
-    if spacing is None:
-        return policy, steps
-    if not isinstance(policy, Schedule):
-        raise UserError("a spacing goes with a schedule, not with a timetable or a dynamic policy")
-    if policy.spacing is not None:
-        raise UserError(f"the schedule says {policy.spacing} already: leave the spacing out")
-    return replace(policy, spacing=Spacing.parse(spacing)), steps
-
-
 def _draft(streamer: Any, given_L: np.ndarray, mask_id: int) -> Callable[[Event], None]:
     """A callback that shows a streamer the first row after each of its events, masks included."""
     show, tokens_L = getattr(streamer, "put_draft", None), torch.from_numpy(np.where(given_L < 0, mask_id, given_L))
@@ -217,8 +190,20 @@ def settle(
             raise UserError(f"token {given.max()} is given, but the family knows ids 0 to {family.vocab_size - 1} only")
     width = family.block_length or given.shape[-1]  # positions that one run of the sampler writes
     asked = steps is not None or spacing is not None or rule is not None or alpha != LINEAR
-    default = None if asked else family.spacing(width)
-    policy, steps = choose_spacing(policy, steps, spacing, spread, width, default)
+    if spread:
+        if spacing is not None:
+            raise UserError("spread chooses the spacing from the number of steps: give spread or a spacing, not both")
+        if steps is None or math.isinf(steps):
+            raise UserError("spread needs a number of steps: about as many calls are made")
+        spacing, steps = spread_over(steps, width), None
+    if not asked and isinstance(policy, Schedule) and policy.takes_spacing:
+        spacing = family.spacing(width)
+    if spacing is not None:
+        if not isinstance(policy, Schedule):
+            raise UserError("a spacing goes with a schedule, not with a timetable or a dynamic policy")
+        if policy.spacing is not None:
+            raise UserError(f"the schedule says {policy.spacing} already: leave the spacing out")
+        policy = replace(policy, spacing=Spacing.parse(spacing))
     free_form = isinstance(policy, Schedule) and (policy.steps is not None or policy.spacing is not None)
     if steps is None and not free_form and not (rule is not None and rule.adaptive):
         steps = policy.steps if isinstance(policy, Timetable) else width
