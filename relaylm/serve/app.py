@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import Mount, Route, Router
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -40,6 +40,7 @@ HEADERS = {
     b"x-content-type-options": b"nosniff",
     b"referrer-policy": b"no-referrer",
 }
+REVALIDATE = "no-cache"  # a browser keeps it, but asks each time whether it has changed
 
 
 class Backend(Protocol):
@@ -177,19 +178,23 @@ def create_app(backend: Backend, settings: Settings) -> ASGIApp:
         return Response(await backend.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def player(request: Request) -> Response:
-        return Response(template(), media_type="text/html")  # the page fills it with what it has shown
+        # The page fills it with what it has shown.
+        return Response(template(), media_type="text/html", headers={"cache-control": REVALIDATE})
 
+    api = [
+        Route("/completions", completions, methods=["POST"]),
+        Route("/denoise", denoise, methods=["POST"]),
+        Route("/models", models),
+        Route("/models/{name}", model),
+        Route("/schedule", schedule),
+    ]
     routes: list[Any] = [
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/denoise", denoise, methods=["POST"]),
-        Route("/v1/models", models),
-        Route("/v1/models/{name}", model),
-        Route("/v1/schedule", schedule),
+        Mount("/v1", Router(api, redirect_slashes=False)),  # apart from the page, which knows GET alone
         Route("/health", health),
         Route("/metrics", metrics),
         Route("/player.html", player),
-        Mount("/show", StaticFiles(packages=[("relaylm.show", "web")])),
-        Mount("/", StaticFiles(packages=[("relaylm.serve", "page")], html=True)),
+        Mount("/show", Assets(packages=[("relaylm.show", "web")])),
+        Mount("/", Assets(packages=[("relaylm.serve", "page")], html=True)),
     ]
     handlers: dict[Any, Any] = {Refused: refused, HTTPException: http_error, ClientDisconnect: gone, Exception: broken}
     return Guard(
@@ -273,8 +278,13 @@ async def refused(request: Request, error: Refused) -> Response:
 
 async def http_error(request: Request, error: HTTPException) -> Response:
     """Starlette's own refusals (no such route, method not allowed), in the same form."""
-    refusal = Refused(error.status_code, str(error.detail), "not_found" if error.status_code == 404 else "http_error")
-    return JSONResponse(refusal.body, error.status_code, error.headers)
+    message, code = (
+        str(error.detail),
+        {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error"),
+    )
+    if allowed := (error.headers or {}).get("Allow"):
+        message = f"{request.method} is not possible here, only {' and '.join(sorted(allowed.split(', ')))}"
+    return JSONResponse(Refused(error.status_code, message, code).body, error.status_code, error.headers)
 
 
 async def gone(request: Request, error: ClientDisconnect) -> Response:
@@ -286,6 +296,16 @@ async def broken(request: Request, error: Exception) -> Response:
     """A defect of the server: one line for the client, the rest in the log."""
     log.error("failed", exc_info=error)
     return JSONResponse(Refused(500, "the server failed; its log says why", "internal_error").body, 500)
+
+
+class Assets(StaticFiles):
+    """Files of the page. Without a word about it a browser would show those of an older server for hours."""
+
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        """The file, or that it has not changed."""
+        response = super().file_response(*args, **options)
+        response.headers["cache-control"] = REVALIDATE
+        return response
 
 
 class Guard:

@@ -51,8 +51,8 @@ class Completion:
         last, longest = bool(self.done), max(map(len, self.ask.stop), default=1) - 1
         for row, shown in enumerate(self.shown):
             cut, stopped = self._cut(row)
-            if not last and not stopped:
-                cut = cut[: max(len(cut) - longest, 0)].rstrip("\ufffd")
+            if not last:  # a stop that began before the one found may be completed by what comes
+                cut = cut[: max(len(self.texts[row].rstrip("\ufffd")) - longest, 0)]
             if not last and (cut == shown or not cut.startswith(shown)):
                 continue
             self.shown[row] = cut

@@ -81,8 +81,9 @@ def settled(family: Family, ask: Ask, prompt: str | None) -> Request:
             top_p=ask.top_p,
             rule=ask.rule,
         )
-    except UserError as error:
-        raise bad(str(error)) from None
+    except UserError as error:  # in OpenAI's words, which clients sent
+        message = str(error).replace("max_new_tokens", "max_tokens")
+        raise bad(message, "max_tokens" if message != str(error) else None) from None
 
 
 def describe_models(family: Family) -> list[dict[str, Any]]:

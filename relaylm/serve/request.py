@@ -16,6 +16,7 @@ from typing import Any
 MAX_STEPS = 10_000  # a timetable has one entry for each
 MAX_TEXT = 2_000  # characters of a schedule, a rule or a name
 MAX_PROMPTS = 128
+TEMPERATURES = 1e-30, 1e6  # logits are divided by it, in 32 bits
 
 
 class Refused(Exception):
@@ -113,9 +114,16 @@ def _count(value: Any) -> int:
     return _whole(value, 1, 1_000_000)
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e6:
-        raise ValueError("a number")
+def _temperature(value: Any) -> float:
+    number = not isinstance(value, bool) and isinstance(value, int | float)
+    if not number or not (value == 0 or TEMPERATURES[0] <= value <= TEMPERATURES[1]):
+        raise ValueError("0, under a rule, or a number from {:g} to {:g}".format(*TEMPERATURES))
+    return float(value)
+
+
+def _top_p(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ValueError("a number above 0 and up to 1")
     return float(value)
 
 
@@ -171,9 +179,10 @@ _TYPES: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("suffix", "infill"), _text),
     **dict.fromkeys(("model", "schedule", "rule", "user"), _name),
     **dict.fromkeys(("length", "max_tokens", "n"), _count),
-    **dict.fromkeys(("temperature", "top_p"), _number),
     **dict.fromkeys(("stream", "echo"), _flag),
     "prompt": _prompt,
+    "temperature": _temperature,
+    "top_p": _top_p,
     "seed": lambda value: _whole(value, 0, 2**64 - 1),
     "steps": _steps,
     "spacing": _spacing,

@@ -206,6 +206,53 @@ def test_streamed_completions_add_up(running: Running) -> None:
         assert reasons == [choice["finish_reason"] for choice in whole["choices"]]
 
 
+def test_a_stop_that_later_text_makes_longer_is_not_sent(running: Running) -> None:
+    """Of stops that overlap the one that begins first counts, even if it is the last to be complete: letters of it must
+    not have been sent because a shorter one was found in it."""
+    ask = {"prompt": "the ", "max_tokens": 20, "steps": 20, "n": 2, "schedule": "light"}
+    for seed in range(4):
+        free = running.client.post("/v1/completions", json={**ask, "seed": seed}).json()["choices"]
+        text = free[0]["text"]
+        for at in (3, 9):
+            for stop in ([text[at + 1], text[at : at + 6]], [text[at : at + 8], text[at + 2 : at + 4]]):
+                fields = {**ask, "seed": seed, "stop": stop}
+                whole = running.client.post("/v1/completions", json=fields).json()["choices"]
+                assert whole[0]["text"] == text[: min(text.index(one) for one in stop)]
+                blocks = running.client.post("/v1/completions", json={**fields, "stream": True}).text.split("\n\n")
+                sent, reasons = ["", ""], ["", ""]
+                for choice in (c for block in blocks[:-2] for c in json.loads(block[6:])["choices"]):
+                    sent[choice["index"]] += choice["text"]
+                    reasons[choice["index"]] = choice["finish_reason"]
+                assert sent == [choice["text"] for choice in whole]
+                assert reasons == [choice["finish_reason"] for choice in whole]
+
+
+def test_no_text_after_a_stop_is_ever_sent() -> None:
+    """As letters come one by one, all that was sent is a beginning of what remains in the end."""
+    from relaylm.serve.completions import Completion
+    from relaylm.serve.request import Ask
+
+    for text, stop, wanted in (
+        ("one, two; three", (",", "ne, two;"), "o"),
+        ("one, two; three", ("ne, two!", ","), "one"),
+        ("aaaaab", ("aaab", "b"), "aa"),
+        ("caf\u00e9 au lait", ("\u00e9 au", "u"), "caf"),
+    ):
+        start = {"id": "x", "family": "tiny", "leads": [0]}
+        completion, sent = Completion(Ask(stop=stop, stream=True), start), ""
+        done = {"completions": [text], "usage": {}, "relaylm": {}}
+        for end in range(len(text) + 1):
+            # half of a character of two bytes is not known yet
+            finished = text[:end] + ("\ufffd" if text[end : end + 1] > "\x7f" else "")
+            completion.take("written", {"row": 0, "positions": [], "logprobs": [], "finished": finished})
+            sent += "".join(chunk["choices"][0]["text"] for chunk in completion.chunks())
+            assert wanted.startswith(sent)
+        completion.take("done", done)
+        *_, last = completion.chunks()
+        assert sent + last["choices"][0]["text"] == wanted == completion.body()["choices"][0]["text"]
+        assert last["choices"][0]["finish_reason"] == "stop"
+
+
 @pytest.mark.parametrize("rule", ["remdm-cap:0.3", "remdm-conf", "low-confidence", None])
 def test_a_stream_never_takes_text_back(running: Running, rule: str | None) -> None:
     """Rules that mask positions again write another token there, so nothing can be sent before the end."""
@@ -259,6 +306,71 @@ def test_models_and_schedules_are_described(running: Running, family: Family) ->
     assert spaced["law"] == "spaced:4" and sum(part["share"] for part in spaced["segments"]) == pytest.approx(1)
     wrong = running.client.get("/v1/schedule", params={"schedule": "L25% H70%"})
     assert wrong.status_code == 400 and "100%" in wrong.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/completions", {"POST"}),
+        ("GET", "/v1/denoise", {"POST"}),
+        ("OPTIONS", "/v1/denoise", {"POST"}),
+        ("POST", "/v1/models", {"GET", "HEAD"}),
+        ("DELETE", "/v1/models/tiny", {"GET", "HEAD"}),
+        ("PUT", "/v1/schedule", {"GET", "HEAD"}),
+        ("POST", "/health", {"GET", "HEAD"}),
+        ("POST", "/", {"GET", "HEAD"}),
+    ],
+)
+def test_a_wrong_method_is_told_the_right_one(running: Running, method: str, path: str, allowed: set[str]) -> None:
+    answer = running.client.request(method, path)
+    assert answer.status_code == 405 and set(answer.headers["allow"].split(", ")) == allowed
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "code", "param"} and error["type"] == "invalid_request_error"
+    assert error["code"] == "method_not_allowed" and all(name in error["message"] for name in {method, *allowed})
+
+
+@pytest.mark.parametrize("path", ["/v1/", "/v1/nothing", "/v1/models/", "/v1/completions/", "/nothing"])
+def test_what_is_not_there_is_not_found(running: Running, path: str) -> None:
+    for method in ("GET", "POST"):
+        answer = running.client.request(method, path)
+        if method == "GET" or path.startswith("/v1/"):
+            assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
+
+
+def test_refusals_name_the_fields_that_were_sent(running: Running) -> None:
+    for ask in ({"max_tokens": 1000}, {"prompt": "the ", "max_tokens": 31}, {"infill": "a _", "max_tokens": 1}):
+        answer = running.client.post("/v1/completions", json=ask)
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == "max_tokens"
+        assert "max_tokens" in error["message"] and "max_new_tokens" not in error["message"]
+
+
+@pytest.mark.parametrize("number", ["1e39", "1e-40", "1e400", "-1e400", "-1", "1" + "0" * 400, "true"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/denoise"])
+def test_a_temperature_beyond_32_bits_is_refused(running: Running, path: str, number: str) -> None:
+    """Logits divided by it would be infinite, or all alike."""
+    kind = {"content-type": "application/json"}
+    answer = running.client.post(path, content=f'{{"steps": 4, "temperature": {number}}}', headers=kind)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["message"].startswith("temperature must be ")
+    assert error["param"] == "temperature"
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e6])
+def test_the_least_and_the_largest_temperature_are_served(running: Running, family: Family, temperature: float) -> None:
+    answer = running.client.post("/v1/denoise", json={**ASK, "temperature": temperature, "stream": False}).json()
+    assert answer["texts"] == sampled(family, answer["relaylm"]["batch_size"], temperature=temperature)
+
+
+def test_an_upgraded_server_shows_its_own_page(running: Running) -> None:
+    """Browsers ask each time, and get a short answer where nothing has changed."""
+    for path in ("/", "/main.js", "/style.css", "/show/renderer.js", "/icon.svg"):
+        answer = running.client.get(path)
+        assert answer.headers["cache-control"] == "no-cache"
+        again = running.client.get(path, headers={"if-none-match": answer.headers["etag"]})
+        assert again.status_code == 304 and not again.content and again.headers["cache-control"] == "no-cache"
+        assert running.client.get(path, headers={"if-none-match": '"older"'}).content == answer.content
+    assert running.client.get("/player.html").headers["cache-control"] == "no-cache"
 
 
 def test_health_metrics_and_headers(running: Running) -> None:
