@@ -5,7 +5,6 @@ Shapes: N places, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,8 @@ from torch import Tensor
 
 from relaylm.core import noise
 from relaylm.errors import UserError
+
+COLDEST, HOTTEST = 1e-30, 1e30  # temperatures; beyond them float32 cannot hold logits over them, or they themselves
 
 
 def widest_float(device: torch.device) -> torch.dtype:
@@ -29,8 +30,11 @@ class Law:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+        if not self.temperature > 0:
             raise UserError(f"temperature must be above 0, not {self.temperature}")
+        if not COLDEST <= self.temperature <= HOTTEST:
+            allowed = f"from {COLDEST:g} to {HOTTEST:g}, so that float32 holds logits divided by it"
+            raise UserError(f"temperature must lie {allowed}, not {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k must be at least 1, not {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -890,6 +890,26 @@ def test_sample_takes_a_rule(family: Family) -> None:
     assert sample(family, rule="dream-entropy", top_p=0.5).changes_law == ("top_p=0.5",)
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-46, 1e-40, 1e-31, 1e31, 1e39, 1e308, math.inf])
+def test_a_temperature_beyond_float32_is_refused(family: Family, temperature: float) -> None:
+    """Not by blaming the weights for logits over it that are infinite or NaN."""
+    with pytest.raises(UserError, match="^temperature must lie from 1e-30 to 1e[+]?30") as told:
+        sample(family, temperature=temperature, steps=2)
+    assert str(told.value).endswith(f"not {temperature}")
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e30])
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}, {"rule": "low-confidence"}])
+def test_the_outermost_temperatures(family: Family, temperature: float, options: dict[str, Any]) -> None:
+    """The coldest draws the likeliest token, the hottest any token but the mask."""
+    found = sample(family, "heavy", 20, temperature=temperature, steps=1, **options)
+    assert (found.tokens < 27).all()
+    if temperature < 1:
+        assert (found.tokens == sample(family, "heavy", 20, rule="ancestral", temperature=0, steps=1).tokens).all()
+    elif not options:
+        assert len(set(found.tokens.ravel().tolist())) == 27
+
+
 @pytest.mark.parametrize("rule", [None, "random:5", "low-confidence", "threshold:0.2", "remdm-cap:0.2"])
 def test_a_continuation_is_window_after_window(family: Family, rule: str | None) -> None:
     steps = None if rule == "threshold:0.2" else 8
