@@ -56,16 +56,14 @@ def with_blocks(model: Transformer, kept: Iterable[int]) -> Transformer:
     return build(replace(model.architecture, depth=len(numbers)), state)
 
 
-def choose_blocks(
-    model: Transformer, rows_NL: np.ndarray, blocks: int, *, seed: int = 0, progress: bool = False
-) -> dict[str, Any]:
+def choose_blocks(model: Transformer, rows_NL: np.ndarray, blocks: int, *, progress: bool = False) -> dict[str, Any]:
     """Which blocks to keep, as the module's text says: `kept`, and the order in which the others went, each with what
     the model without it (and those before) misses in nats for one token."""
     if not 1 <= blocks <= model.depth:
         raise UserError(f"keep 1 to {model.depth} blocks of this model, not {blocks}")
     n, length = rows_NL.shape
     t_N = (np.arange(n) + 0.5) / n
-    masked_NL = uniforms(seed, np.arange(n), length) <= t_N[:, None]
+    masked_NL = uniforms(0, np.arange(n), length) <= t_N[:, None]
     kept, left_out = list(range(model.depth)), []
     with progress_bar("blocks", model.depth - blocks, "block", progress) as bar:
         while len(kept) > blocks:
@@ -109,10 +107,9 @@ def lighten(
             if progress:
                 calls = rows * sum(k * (k - 1) // depth + 1 for k in range(blocks + 1, depth + 1))
                 announce_calls(family, "choosing blocks", calls, length, "--rows makes it shorter")
-            chosen = choose_blocks(
-                model, spread_rows(corpus.train.reshape(-1), length, rows), blocks, progress=progress
-            )
-            write_json(out / BLOCKS, {"depth": model.depth, **chosen})
+            rows_NL = spread_rows(corpus.train.reshape(-1), length, rows)
+            chosen = choose_blocks(model, rows_NL, blocks, progress=progress)
+            write_json(out / BLOCKS, {"depth": depth, **chosen})
         if where.size > 1:
             dist.barrier()  # the others read what was chosen
         choice = _choice(out, model, blocks)

@@ -46,9 +46,7 @@ CHECKPOINT, METRICS, SUMMARY, SAMPLES = "checkpoint.safetensors", "metrics.jsonl
 
 TIMED = 2.0  # seconds from which the time of all steps is estimated
 _BLOCK = 20  # steps whose mean loss is looked at for divergence
-_DIVERGED = (
-    3.0  # how many times its running median over up to 400 steps, or that of the uniform distribution, is too much
-)
+_DIVERGED = 3.0  # times its running median over up to 400 steps, or the loss of the uniform distribution: too much
 
 
 def train_model(

@@ -896,9 +896,9 @@ def test_kept_mass_of_a_uniform_model_is_that_of_the_formula() -> None:
 def test_the_published_sampler_is_run_on_the_same_random_numbers(families: dict[str, Family]) -> None:
     family = families["main"]
     setup = Setup(family, TOY)
-    sides = mdlm_experiments.published_sides(family, family.names)
-    first, again = (mdlm_experiments._published_scores(setup, family, sides, "sandwich", 8, 3) for _ in range(2))
-    other = mdlm_experiments._published_scores(setup, family, sides, "heavy", 8, 3)
+    sides = mdlm_experiments.published_sides(family)
+    first, again = (mdlm_experiments._published_scores(setup, sides, "sandwich", 8, 3) for _ in range(2))
+    other = mdlm_experiments._published_scores(setup, sides, "heavy", 8, 3)
     assert first == again and first["log_ppl"] != other["log_ppl"]
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from relaylm.core.plan import Plan, make_plan
@@ -87,12 +88,8 @@ def rules(job: Job) -> dict[str, Any]:
     options: dict[str, Any] = {"batch_size": job.batch, "device": job.device, "mask_id": job.heavy.engine.mask_id}
     gamma = (positions_per_call(job.length, Spacing(distance)) - 1) * math.log(job.heavy.engine.architecture.vocab_size)
     for text in (None, *(f"surest:{distance}{every}" for every in ("", ":2", ":4")), f"eb:{gamma:.3g}"):
-
-        def run(text: str | None = text) -> Samples:
-            if text is None:
-                return denoise(models, _spaced(distance), plan, **options)
-            return decode(models, HEAVY, plan, parse_rule(text), **options)
-
+        planned = partial(denoise, models, _spaced(distance), plan, **options)
+        run = partial(decode, models, HEAVY, plan, parse_rule(text), **options) if text else planned
         runs = [timed(run, job.device) for _ in range(1 + job.effort.runs)]
         seconds, samples = min(runs, key=lambda one: one[0])
         each = {"calls_per_row": samples.cost.total_calls / job.rows, "rows_per_second": job.rows / seconds}

@@ -31,9 +31,8 @@ def paired(d_n: np.ndarray) -> dict[str, Any]:
     d = d_n[np.isfinite(d_n)]
     if len(d) < 2:
         return {"difference": None, "ci": [None, None], "error": None, "rows": len(d)}
-    mean, low, high = (float(v) for v in metrics.mean_interval(d))
-    error = float(d.std(ddof=1)) / math.sqrt(len(d))
-    return {"difference": mean, "ci": [metrics.finite(low), metrics.finite(high)], "error": error, "rows": len(d)}
+    mean, error = metrics.mean_estimate(d), float(d.std(ddof=1)) / math.sqrt(len(d))
+    return {"difference": mean.value, "ci": mean.ci, "error": error, "rows": len(d)}
 
 
 def contrasts(result: Mapping[str, Any], stretches: Mapping[str, Sequence[str]] | None = None) -> dict[str, Any]:

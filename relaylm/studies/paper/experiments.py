@@ -189,9 +189,8 @@ def depths(setup: Setup) -> Result:
 
 def prefixes(setup: Setup) -> Result:
     """The seven schedules after a prefix of an eighth and a quarter of the row."""
-    family, length, n = setup.family, setup.length(), setup.scale.samples
-    rows_nL, source = held_out_rows(setup, family, setup.text, n)
-    out = {}
+    rows_nL, source = held_out_rows(setup, setup.scale.samples)
+    length, out = setup.length(), {}
     for part in setup.scale.prefixes:
         given_nL = np.where(np.arange(length) < length // part, rows_nL, -1)
         setup.note(f"prefixes of {length // part}")
@@ -199,13 +198,13 @@ def prefixes(setup: Setup) -> Result:
     return {"by_prefix": out, "source": source}
 
 
-def held_out_rows(setup: Setup, family: Family, text: np.ndarray | None, n: int) -> tuple[np.ndarray, str]:
+def held_out_rows(setup: Setup, n: int) -> tuple[np.ndarray, str]:
     """n rows of held-out text, or of the heavy model's own writing where there is none."""
-    length = setup.length(family)
-    if text is not None:
-        rows = spread_rows(text, length, n)
+    length = setup.length()
+    if setup.text is not None:
+        rows = spread_rows(setup.text, length, n)
         return rows[np.arange(n) % len(rows)], "held-out text"
-    drawn = sample(family, "heavy", n, steps=setup.steps(family), seed=setup.seed + 1, given=np.full(length, -1))
+    drawn = sample(setup.family, "heavy", n, steps=setup.steps(), seed=setup.seed + 1, given=np.full(length, -1))
     return drawn.tokens, "samples of the heavy model, as there is no held-out text"
 
 

@@ -83,7 +83,7 @@ def share_curves(result: Result, rows: Mapping[str, Mapping[str, Any]], path: Pa
     shares, printed = result["shares"], {"color": RED, "marker": "s", "linestyle": "--", "label": "paper"}
     figure, (left, right) = panels(9.0, 3.2, 2)
     paid, flops = ([100 * (rows[label][key] or 0) for label in result["labels"]] for key in ("gap_paid", "flops_saved"))
-    theirs = [100 * (v[0] - 42.9) / (53.4 - 42.9) for v in paper.SHARES.values()]
+    theirs = [100 * paper.share_paid(share) for share in paper.SHARES]
     left.plot(shares, paid, color=BLUE, marker="o", label="here")
     left.plot(list(paper.SHARES), theirs, **printed)
     left.plot([0, 100], [0, 100], color="0.6", linewidth=0.8)
@@ -109,7 +109,7 @@ def precision_bars(by_steps: Mapping[str, Any], path: Path) -> Path:
             label = f"{SAMPLERS[kind]}, {difference(pairs, 'sandwich', 'heavy')[2]} samples"
             axes.bar(x, loss, 0.38, color=colour, hatch=hatch, edgecolor="white", label=label)
             points(axes, x, loss, np.transpose(ci), fmt="none", ecolor=BLACK, capsize=2)
-        extra = [np.log1p(paper.degradation(paper.TABLES[paper.OWT], name)) for name in paper.MIXED]
+        extra = [paper.extra(name) for name in paper.MIXED]
         axes.plot(range(len(extra)), extra, "D", color=RED, markeredgecolor="white", label="paper, T = 1000")
         axes.set_xticks(range(len(paper.MIXED)), [name.replace("quarter:", "q") for name in paper.MIXED], fontsize=8)
         axes.set_title(f"T = {steps}", fontsize=9)

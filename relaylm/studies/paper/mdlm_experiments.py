@@ -9,7 +9,7 @@ Shapes: n rows, L positions, M masked positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,10 @@ from relaylm.studies.paper.experiments import Result, Setup, by_share, depth_of,
 PUBLISHED_ROWS = 64  # of the wall-clock runs of MDLM's sampler, which is slow; counted for as many as there are
 
 
-def published_sides(family: Family, names: Sequence[str]) -> dict[str, Side]:
-    """Models as MDLM's code runs them."""
+def published_sides(family: Family) -> dict[str, Side]:
+    """The light and the heavy model as MDLM's code runs them."""
     sides = {}
-    for name in names:
+    for name in family.roles():
         model = family.models[name]
         if not isinstance(model, Transformer):
             raise UserError(
@@ -60,7 +60,7 @@ def shares(setup: Setup) -> Result:
     length, steps, rows = setup.length(), setup.steps(), setup.scale.timed_rows
     named = zip(found["shares"], found["labels"], strict=True)
     bound = {share: Schedule.parse(name).bind(*family.roles()) for share, name in named}
-    sides, batch, given = published_sides(family, family.roles()), min(rows, PUBLISHED_ROWS), np.full(length, -1)
+    sides, batch, given = published_sides(family), min(rows, PUBLISHED_ROWS), np.full(length, -1)
 
     def engine(share: int) -> float:
         run = partial(sample, family, bound[share], rows, steps=steps, seed=setup.seed, given=given)
@@ -88,15 +88,15 @@ def precision(setup: Setup) -> Result:
     """The seven schedules in exact sampling and as MDLM's float32 sampler draws them, at several numbers of steps; that
     sampler is slow, so it has fewer samples."""
     family, n = setup.family, setup.scale.precision_samples
-    sides = published_sides(family, family.roles())
-    rows_nL, _ = held_out_rows(setup, family, setup.text, 16)
+    sides = published_sides(family)
+    rows_nL, _ = held_out_rows(setup, 16)
     out = {}
     for steps in setup.scale.precision_steps:
         exact = judged(setup, paper.SCHEDULES, n=max(n, setup.scale.samples), steps=steps, rivals=False)
         rows = []
         for name in paper.SCHEDULES:
             setup.note(f"MDLM's sampler, T = {steps}, {name}")
-            found = _published_scores(setup, family, sides, name, steps, n)
+            found = _published_scores(setup, sides, name, steps, n)
             figures = metrics.perplexity(numbers(found["nll"]), numbers(found["count"]))
             entropy = metrics.mean_estimate(numbers(found["entropy"]))
             figures |= {"entropy": entropy.value, "entropy_ci": entropy.ci}
@@ -109,11 +109,10 @@ def precision(setup: Setup) -> Result:
     return {"by_steps": out, **about}
 
 
-def _published_scores(
-    setup: Setup, family: Family, sides: Mapping[str, Side], name: str, steps: int, n: int
-) -> dict[str, Any]:
+def _published_scores(setup: Setup, sides: Mapping[str, Side], name: str, steps: int, n: int) -> dict[str, Any]:
     """The judge's sums for n rows of MDLM's sampler, all schedules from the same random numbers; kept in the store."""
-    length, judge, device = setup.length(family), load_judge(setup.judge, family), family.device
+    family, length = setup.family, setup.length()
+    judge, device = load_judge(setup.judge, family), family.device
 
     def drawn() -> dict[str, Any]:
         schedule = Schedule.parse(name).bind(*family.roles())
@@ -169,11 +168,10 @@ def where_time_goes(setup: Setup) -> Result:
     setup.note("where the time goes")
     source = family if family.folder is None else str(family.folder)  # loaded again, in float32
     found = bench(family=source, length=setup.length(), quick=not cuda, parts=["breakdown"], **small, **options)
-    roles = dict(zip(("light", "heavy"), family.roles(), strict=True))
-    sides = published_sides(family, family.roles())
+    roles, sides = ("light", "heavy"), published_sides(family)
     out = {
-        "family": _time_of(found, {role: sides[name] for role, name in roles.items()}, 64 if cuda else 8, setup),
-        "depths": {role: depth_of(family, name) for role, name in roles.items()},
+        "family": _time_of(found, dict(zip(roles, sides.values(), strict=True)), 64 if cuda else 8, setup),
+        "depths": {role: depth_of(family, name) for role, name in zip(roles, sides, strict=True)},
         "vocabulary": family.vocab_size,
     }
     if cuda:

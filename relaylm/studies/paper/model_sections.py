@@ -178,7 +178,7 @@ def _precision_rows(by_steps: Result) -> list[dict[str, str]]:
         for name in paper.SCHEDULES:
             exact, cut = (by[name] for by in both)
             losses = [signed(against(found[kind]["contrasts"], name, "heavy")) for kind in SAMPLERS]
-            losses = ["", "", ""] if name == "heavy" else [*losses, f"{_extra(name):+.4f}"]
+            losses = ["", "", ""] if name == "heavy" else [*losses, f"{paper.extra(name):+.4f}"]
             cells = {"T": steps, "schedule": name, "exact PPL (95%)": ppl_text(exact), "MDLM's float32": ppl_text(cut)}
             cells |= {"log-PPL of float32 against exact": _moved(exact, cut, "log_ppl")}
             cells |= {"exact entropy": f"{exact['entropy']:.3f}", "float32's": f"{cut['entropy']:.3f}"}
@@ -194,7 +194,7 @@ def _early_steps_in_words(by_steps: Result) -> str:
             pairs = found[kind]["contrasts"]
             says = {True: "yes", False: "no", None: "open"}[early_is_robust(pairs)]
             answers.append(f"{says} at T = {steps}, {label} ({difference(pairs, 'quarter:2', 'quarter:1')[2]} samples)")
-    costs = ", ".join(f"{_extra(f'quarter:{k}'):+.3f}" for k in (1, 2, 3, 4))
+    costs = ", ".join(f"{paper.extra(f'quarter:{k}'):+.3f}" for k in (1, 2, 3, 4))
     apart = [_differ(found, name) for found in by_steps.values() for name in paper.MIXED]
     return (
         "Do light steps cost more in both middle quarters than in the first? The paper (T = 1000, by MDLM's code, so "
@@ -229,11 +229,6 @@ def _differ(found: Result, name: str) -> bool:
     """Do the two samplers differ in what a schedule costs against all-heavy?"""
     (a, low, _), (b, floor, _) = (against(found[kind]["contrasts"], name, "heavy") for kind in SAMPLERS)
     return bool(abs(a - b) > np.hypot(a - low, b - floor))
-
-
-def _extra(name: str) -> float:
-    """Log-perplexity above all-heavy in the paper's main table."""
-    return float(np.log1p(paper.degradation(paper.TABLES[paper.OWT], name)))
 
 
 def _peak_cells(pair: Row) -> dict[str, str]:

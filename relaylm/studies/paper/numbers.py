@@ -5,6 +5,7 @@ Schedules are named as everywhere: light, quarter:1 (light steps at the masked e
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -62,6 +63,16 @@ def degradation(table: Table, name: str = "sandwich") -> float:
 def gap_paid(table: Table, name: str) -> float:
     """The share of the gap between all-heavy and all-light that a schedule pays."""
     return (table[name].ppl - table["heavy"].ppl) / (table["light"].ppl - table["heavy"].ppl)
+
+
+def share_paid(share: int) -> float:
+    """The share of the same gap that the sandwich pays with so many per cent of light steps."""
+    return (SHARES[share][0] - SHARES[0][0]) / (SHARES[100][0] - SHARES[0][0])
+
+
+def extra(name: str) -> float:
+    """Log-perplexity above all-heavy in the main table."""
+    return math.log1p(degradation(TABLES[OWT], name))
 
 
 def order(table: Table) -> list[str]:

@@ -231,9 +231,7 @@ def shares(result: Result, figures: Path) -> list[Block]:
     half = min(shares, key=lambda share: abs(share - 50))
     paid = by[result["labels"][shares.index(half)]].get("gap_paid")
     if half in paper.SHARES and paid is not None:
-        ppl_of = {share: values[0] for share, values in paper.SHARES.items()}
-        words += f" At {half}% light steps {paid:.0%} of the quality gap is paid"
-        words += f" (paper: {(ppl_of[half] - ppl_of[0]) / (ppl_of[100] - ppl_of[0]):.0%})."
+        words += f" At {half}% light steps {paid:.0%} of the quality gap is paid (paper: {paper.share_paid(half):.0%})."
     caption = "Share of the quality gap paid, and time saved, over the share of light steps, as in the paper's Table 2."
     return [
         f"{about_samples(result)} {words}",
@@ -364,8 +362,7 @@ def tuned_table(record: Result, name: str) -> list[Block]:
         for row in budget["rows"]:
             items = {key: row[f"against_{key}"] for key in ("heavy", "sandwich")}
             loss = {key: signed((item["difference"], *item["ci"])) for key, item in items.items()}
-            cells = {"to save": percent(budget["saved"], 0), "schedule": row["schedule"], "what": row["what"]}
-            cells |= {"recommended": "yes" if row["recommended"] else "", "saved": percent(row["saved"])}
+            cells = _tuned_cells(row, budget["saved"])
             cells |= {"Mean PPL": f"{row['mean_ppl']:.3f}", "log-PPL against heavy": loss["heavy"]}
             rows.append(cells | {"against the sandwich": "" if row["what"] == "sandwich" else loss["sandwich"]})
     verdicts = " ".join(f"To save {percent(budget['saved'], 0)}: {budget['verdict']}" for budget in record["all"])
@@ -389,12 +386,16 @@ def _best_on_fresh_rows(fresh: Result) -> str:
     return "\n".join(words)
 
 
+def _tuned_cells(row: Row, budget: float) -> dict[str, str]:
+    cells = {"to save": percent(budget, 0), "schedule": row["schedule"], "what": row["what"]}
+    return cells | {"recommended": "yes" if row["recommended"] else "", "saved": percent(row["saved"])}
+
+
 def _fresh_table(fresh: Result) -> Table:
     by_budget, pairs, rows = rivals_by_budget(fresh), fresh["contrasts"], []
     for row in fresh["rows"]:
         own, other = row["schedule"], by_budget[row["budget"]].get("sandwich", row)["schedule"]
-        cells = {"to save": percent(row["budget"], 0), "schedule": own, "what": row["what"]}
-        cells |= {"recommended": "yes" if row["recommended"] else "", "saved": percent(row["saved"])}
+        cells = _tuned_cells(row, row["budget"])
         cells |= {"Gen. PPL (95%)": ppl_text(row), "log-PPL against heavy": signed(against(pairs, own, fresh["heavy"]))}
         rows.append(cells | {"against the sandwich": "" if other == own else signed(against(pairs, own, other))})
     return Table.of("tuner", "At each budget, on fresh rows", rows)

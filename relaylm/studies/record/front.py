@@ -24,7 +24,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,6 @@ class Study:
         self.all_heavy = self.flops(one_model(self.heavy), self.length)
         self.log_ppl: dict[str, np.ndarray] = {}
         self.nats: dict[str, np.ndarray] = {}
-        self.cost = cache(self._cost)
 
     def flops(self, schedule: Schedule, steps: float | None = None) -> float:
         """Expected operations of a row."""
@@ -91,7 +89,7 @@ class Study:
         heavy: Any = self.family[self.heavy]
         return float(sum(heavy.flops(self.length, k) for k in positions_C.tolist() if k))
 
-    def _cost(self, rule: str) -> float:
+    def cost(self, rule: str) -> float:
         """Operations of a row under a rule that looks at the network, measured on a few."""
         tried = min(TRIED, self.n)
 

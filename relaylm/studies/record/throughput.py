@@ -32,7 +32,6 @@ def throughput(
     vocab_size: int = 28,
     steps: int = 20,
     warm: int = 5,
-    causal: bool = False,
     device: str | torch.device = "auto",
     peak: float | None = None,
     **overrides: Any,
@@ -41,14 +40,14 @@ def throughput(
     from the prefetching thread, masks, loss, backward, clipping, AdamW, moving average. `peak` in TFLOP/s overrides
     the data sheet."""
     chosen = override(preset, **overrides) if isinstance(preset, Preset) else load_preset(preset, **overrides)
-    shape = chosen.architecture(depth or max(chosen.depths), vocab_size, vocab_size - 1, causal)
+    shape = chosen.architecture(depth or max(chosen.depths), vocab_size, vocab_size - 1)
     recipe, length = chosen.recipe, chosen.length
     tokens = 64 * recipe.batch * length // 8 + 2 * length
     text = np.random.default_rng(0).integers(0, vocab_size - 1, size=tokens).astype(token_dtype(vocab_size))
     corpus = TokenFile(Path("."), {"vocab_size": vocab_size, "mask_id": vocab_size - 1, "length": None}, text, text[:0])
     with world(device) as where:
         trainer = Trainer(shape, recipe, recipe.seed, where)
-        batches = Batches(corpus, recipe, length, recipe.seed, causal, where.rank, where.size)
+        batches = Batches(corpus, recipe, length, recipe.seed, False, where.rank, where.size)
         with closing(prefetched(batches.at, range(warm + steps), where.device.type == "cuda")) as ahead:
             began = time.perf_counter()
             for _ in range(warm):
