@@ -43,7 +43,7 @@ from relaylm.models.family import Family
 from relaylm.sampling.engine import Engine, out_of_memory
 from relaylm.sampling.result import Samples
 from relaylm.sampling.sample import sample
-from relaylm.search.tree import Grown, Stopped, calls_by_step, grow_rows
+from relaylm.search.tree import Grown, Stopped, calls_by_step, grow, grow_rows
 
 LEAST_CHUNK = 16  # rows
 FULL_BATCHES = 16  # of rows under all schedules in a chunk: enough to fill batches, few enough to share among workers
@@ -252,7 +252,7 @@ class Trials:
             pieces = Store(self._unfinished(self.store, chunk.key))
             hooks |= {"load": pieces.get, "save": pieces.put}
         options = {**self._options(chunk.first, chunk.rows), **hooks}
-        return grow_rows(self.family, list(chunk.schedules.values()), chunk.first, chunk.rows, options)
+        return grow(self.family, list(chunk.schedules.values()), chunk.rows, first_row=chunk.first, **options)
 
     def _finish(self, chunk: Chunk, grown: Grown) -> None:
         # Rows that came out alike under several schedules are judged once.
