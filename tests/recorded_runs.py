@@ -553,14 +553,15 @@ def grown(
         bound = [own.bind(schedule, *own.roles(*roles)) for schedule in schedules]
         counted = [schedule if schedule.steps else schedule.resample(steps) for schedule in bound]
         found = grow(own, counted, n, **options)
+        alone = [sample(own, schedule, n, **options).cost for schedule in counted]
         return {
             "models": list(found.models),
             "tokens": tokens_of(found.tokens_SnL),
             "distinct": len(found.final_UL),
-            "calls": found.calls_SK.tolist(),
+            "calls": [[cost.calls.get(name, 0) for name in found.models] for cost in alone],
             "tree": found.calls_tree_K.tolist(),
             "made": found.calls_made_K.tolist(),
-            "flops": None if found.flops_S is None else found.flops_S.tolist(),
+            "flops": None if found.flops_made is None else [cost.flops for cost in alone],
             "flops_made": found.flops_made,
             "merged": found.merged,
             "network_calls": found.network_calls,

@@ -102,25 +102,25 @@ def _rivals(family: Family, entry: Entry, free_n: np.ndarray, length: int, heavy
     def add(label: str, schedule: Schedule, steps: float | None, what: str) -> None:
         found.append(Entry(label, schedule, steps, "rival", what, [entry.label]))
 
+    def flops(model: str, steps: float | None, spacing: Spacing | None = None) -> float:
+        return expected_flops(models, one_model(model, spacing), steps, free_n, length)
+
     if all(hasattr(model, "flops") for model in models.values()):
         budget = expected_flops(models, mixed, steps, free_n, length) * (1 + SLACK)
         if steps is not None:
-
-            def alone(name: str, steps: float = steps) -> float:
-                return expected_flops(models, one_model(name), steps, free_n, length)
-
             # Of the models that this schedule does not use already; those it does use are in the table anyway.
-            within = [name for name in family.names if name not in mixed.models and alone(name) <= budget]
-            if within:
-                best = max(within, key=alone)
+            others = {name: flops(name, steps) for name in family.names if name not in mixed.models}
+            if within := [name for name in others if others[name] <= budget]:
+                best = max(within, key=others.__getitem__)
                 add(best, one_model(best), steps, "one model of middle depth")
-            fewer = steps_within(lambda steps: alone(heavy, steps), budget)
+            fewer = steps_within(lambda count: flops(heavy, count), budget)
             if fewer is not None and fewer < steps:
                 add(f"H{fewer}", one_model(heavy), fewer, "heavy in fewer steps")
-        spaced = spaced_within(models, heavy, budget, free_n, length, spacing)
-        if spaced is not None and spaced.spacing != spacing:
+        most = spacing or Spacing(max(1, length - 1))
+        far = steps_within(lambda d: flops(heavy, None, replace(most, distance=d)), budget, most=most.distance)
+        if far is not None and (largest := replace(most, distance=far)) != spacing:
             what = "heavy, spaced" if spacing is None else "heavy with a smaller spacing"
-            add(f"heavy {spaced.spacing}", spaced, None, what)
+            add(f"heavy {largest}", one_model(heavy, largest), None, what)
     if len(mixed.models) == 2 and steps is not None and not math.isinf(steps):
         table = mixed.timetable(int(steps))
         order = [name for name in family.names if name in mixed.models]
@@ -130,25 +130,6 @@ def _rivals(family: Family, entry: Entry, free_n: np.ndarray, length: int, heavy
                 schedule = Schedule(pair, placement)
                 add(str(schedule), schedule, steps, f"light steps {what}")
     return found
-
-
-def spaced_within(
-    models: Mapping[str, Any],
-    name: str,
-    budget: float,
-    free_n: np.ndarray,
-    length: int,
-    most: Spacing | None = None,
-) -> Schedule | None:
-    """One model with the largest spacing (at most `most`, and below the length) whose mean operations are within a
-    budget; None if no spacing is."""
-    most = most or Spacing(max(1, length - 1))
-
-    def at(distance: int) -> Schedule:
-        return one_model(name, replace(most, distance=distance))
-
-    largest = steps_within(lambda d: expected_flops(models, at(d), None, free_n, length), budget, most=most.distance)
-    return None if largest is None else at(largest)
 
 
 def expected_flops(

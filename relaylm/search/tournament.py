@@ -89,11 +89,6 @@ def _largest(problem: Problem, at: Callable[[int], Schedule], limit: float, leas
     return None if steps is None else at(steps)
 
 
-def sandwich_within(problem: Problem, limit: float) -> Schedule | None:
-    """The sandwich of the light and the heavy model with the fewest light steps that is within a limit."""
-    return _largest(problem, lambda heavy: problem.sandwich(problem.steps - heavy), limit, 0, problem.steps)
-
-
 def light_first(problem: Problem, limit: float, part: int) -> Schedule | None:
     """The light model at every step of the first 1/part of time, then the heavy one in as many steps of one size as
     the limit allows; None if no step is left for it."""
@@ -115,20 +110,20 @@ def by_hand(problem: Problem, limit: float) -> list[Candidate]:
     return named(problem, "light first, then fewer steps", *found)
 
 
-def spaced_alone(problem: Problem, model: str, limit: float) -> Schedule | None:
-    """One model with the largest spacing below the length that is within a limit; None if no spacing is."""
-    if not problem.spaced:
-        return None
-    return _largest(problem, lambda d: one_model(model, Spacing(d)), limit, 1, max(1, problem.length - 1))
-
-
 def rivals_within(problem: Problem, limit: float) -> list[Candidate]:
-    """Each model alone, in as many steps as the limit allows, and the sandwich."""
-    alone = [_largest(problem, partial(problem.alone, m), limit, 1, problem.steps) for m in problem.models[::-1]]
-    alone += [spaced_alone(problem, m, limit) for m in problem.models[::-1]]
+    """Each model alone, in as many steps or with as large a spacing below the length as the limit allows, and the
+    sandwich of the light and the heavy model with the fewest light steps."""
+
+    def spaced(model: str, distance: int) -> Schedule:
+        return one_model(model, Spacing(distance))
+
+    models, steps, widest = problem.models[::-1], problem.steps, max(1, problem.length - 1)
+    alone = [_largest(problem, partial(problem.alone, m), limit, 1, steps) for m in models]
+    alone += [_largest(problem, partial(spaced, m), limit, 1, widest) for m in models if problem.spaced]
     found = named(problem, "", *alone)
-    if len(problem.models) > 1 and (sandwich := sandwich_within(problem, limit)) is not None:
-        found.append(Candidate(sandwich, "sandwich", "rival"))
+    if len(models) > 1:
+        sandwich = _largest(problem, lambda heavy: problem.sandwich(steps - heavy), limit, 0, steps)
+        found += [] if sandwich is None else [Candidate(sandwich, "sandwich", "rival")]
     return found
 
 

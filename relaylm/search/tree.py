@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -64,11 +63,9 @@ class Grown:
     models: tuple[str, ...]  # the family's, in its order
     final_UL: np.ndarray  # the distinct rows that came out, so that each need be judged only once
     which_Sn: np.ndarray  # for each schedule and row an index into them
-    calls_SK: np.ndarray  # row-calls of each schedule, had it been run by itself
-    calls_tree_K: np.ndarray  # if only common prefixes are shared
+    calls_tree_K: np.ndarray  # row-calls by model if only common prefixes are shared
     calls_made_K: np.ndarray  # with rows merged where their tokens coincide: these were made, now or when saved
-    flops_S: np.ndarray | None  # of each schedule by itself; None if a denoiser does not say
-    flops_made: float | None
+    flops_made: float | None  # of these; None if a denoiser does not say
     merged: int  # stretches of rows that were not run because another one led to the same tokens
     network_calls: int  # batches sent to networks in this run
     padded_calls: int  # empty places in them
@@ -117,16 +114,13 @@ def grow(
         most, engines = min(n * len(grids), most), {}
     runner = Runner(family, plan, tree.events, kept_engine(family, plan, most, engines), batch, stop, load, save)
     final_UL, which_Sn = tree.climb(runner, on_calls)
-    known = not math.isnan(tree.flops_made)
     return Grown(
         family.names,
         final_UL,
         which_Sn,
-        tree.calls_SK,
         tree.calls_tree_K,
-        tree.calls_made_K,
-        tree.flops_S if known else None,
-        tree.flops_made if known else None,
+        runner.calls_made_K,
+        runner.flops_made,
         tree.merged,
         runner.network_calls,
         runner.padded_calls,
@@ -175,7 +169,6 @@ class Stretch:
     model: int
     begin_n: np.ndarray  # each row's first event, among those of all grids
     end_n: np.ndarray  # the one after its last
-    flops_n: np.ndarray  # operations of those events; NaN if a denoiser does not say
     members: list[int]  # schedules that make these steps
     prefixes: int  # nodes of the prefix tree that these schedules are at before
 
@@ -186,42 +179,21 @@ class Stretch:
 
 
 class _Tree:
-    """The levels of all schedules, and what they cost: by themselves, as a prefix tree, and as they were run."""
+    """The levels of all schedules, and the calls that they take as a prefix tree."""
 
     def __init__(self, family: Family, tables: Sequence[_Grid], plan: Plan) -> None:
         self.family, self.tables, self.plan = family, tables, plan
         grids = list({table.key: table for table in tables}.values())
-        parts = [
-            make_events(plan, grid.times) if grid.spacing is None else spaced_events(plan, grid.spacing)
-            for grid in grids
-        ]
-        self.events = _side_by_side(parts)
-        self.flops_KE = self._flops()
+        parts = [calls_by_step(plan, *grid.key) for grid in grids]
+        self.events = _side_by_side([events for events, _ in parts])
         # For each grid (n, T + 1): a row's first event at step k or later, steps counted from the masked end.
         self.first: dict[tuple[Any, ...], np.ndarray] = {}
         number = 0
-        for grid, own in zip(grids, parts, strict=True):
-            count_nT = np.zeros((plan.n, len(grid.times)), dtype=np.int64)
-            # A step owns the times from its own, included, down to the next: an event's time is one of the grid's, or
-            # of a spaced plan between two of them.
-            after_E = np.searchsorted(-np.array(grid.times), -own.t_E, side="right")
-            np.add.at(count_nT, (np.repeat(np.arange(plan.n), own.per_row_n), after_E), 1)
+        for grid, (own, count_nT) in zip(grids, parts, strict=True):
             self.first[grid.key] = number + own.row_ptr_n1[:-1, None] + np.cumsum(count_nT, axis=1)
             number += len(own.step_E)
-        models = len(family.names)
-        self.calls_SK, self.flops_S = np.zeros((len(tables), models), dtype=np.int64), np.zeros(len(tables))
-        self.calls_tree_K, self.calls_made_K = np.zeros((2, models), dtype=np.int64)
-        self.flops_made, self.merged = 0.0, 0
+        self.calls_tree_K, self.merged = np.zeros(len(family.names), dtype=np.int64), 0
         self.levels = self._levels()
-
-    def _flops(self) -> np.ndarray:
-        """(K, E + 1): operations of all events before one, had model k made them; NaN if a denoiser does not say."""
-        models, count_E = list(self.family.models.values()), self.events.count_E
-        flops_KE = np.zeros((len(models), len(count_E) + 1))
-        for k in range(len(models)):
-            flops_E = flops_of_calls(models, np.full(len(count_E), k), count_E, self.plan.length)
-            flops_KE[k, 1:] = math.nan if flops_E is None else np.cumsum(flops_E)
-        return flops_KE
 
     def _levels(self) -> list[list[Stretch]]:
         """The distinct stretches that begin at each cut, from the masked end. Schedules on different grids share one if
@@ -240,26 +212,14 @@ class _Tree:
             for (times, spacing, model), users in begins[t].items():
                 s, first, last = users[0]
                 begin_n, end_n = (self.first[self.tables[s].key][:, k] for k in (first, last))
-                flops_n = self.flops_KE[model, end_n] - self.flops_KE[model, begin_n]
                 members = [s for s, _, _ in users]
                 prefixes = len({node_S[s] for s in members})
-                level.append(Stretch(times, spacing, model, begin_n, end_n, flops_n, members, prefixes))
-                calls = level[-1].calls_n.sum()
-                self.calls_SK[members, model] += calls
-                self.calls_tree_K[model] += calls * prefixes
-                self.flops_S[members] += flops_n.sum()
+                level.append(Stretch(times, spacing, model, begin_n, end_n, members, prefixes))
+                self.calls_tree_K[model] += level[-1].calls_n.sum() * prefixes
                 for s in members:
                     node_S[s] = nodes.setdefault((node_S[s], (times, spacing, model)), len(nodes) + 1)
             levels.append(level)
         return levels
-
-    def _charge(self, stretch: Stretch, rows_M: np.ndarray) -> int:
-        """Count a stretch as made for these rows; returns how many calls merging saved."""
-        calls = int(stretch.calls_n[rows_M].sum())
-        self.calls_made_K[stretch.model] += calls
-        self.flops_made += float(stretch.flops_n[rows_M].sum())
-        self.merged += stretch.prefixes * self.plan.n - len(rows_M)
-        return stretch.prefixes * int(stretch.calls_n.sum()) - calls
 
     def climb(self, runner: Runner, on_calls: Callable[[int, int], None] | None) -> tuple[np.ndarray, np.ndarray]:
         """From masks to text, level by level: the distinct rows at the end, and which of them each schedule's rows
@@ -287,7 +247,8 @@ class _Tree:
                 work.append((stretch, states_M))
                 size += len(states_M)
                 idle_S[stretch.members] = False
-                report(self._charge(stretch, row_U[states_M]))
+                self.merged += stretch.prefixes * plan.n - len(states_M)
+                report(int(stretch.prefixes * stretch.calls_n.sum() - stretch.calls_n[row_U[states_M]].sum()))
             written_ML = runner.run(work, row_U, tokens_UL, report)
             # Schedules on other grids may be in the middle of a stretch. Other states are dropped, equal ones merged.
             kept, inverse = np.unique(state_Sn[idle_S], return_inverse=True)
@@ -297,6 +258,16 @@ class _Tree:
             state_Sn = same[new_Sn]
         assert not (tokens_UL == mask_id).any(), "a planned event was not run"
         return tokens_UL, state_Sn
+
+
+def calls_by_step(plan: Plan, times: Sequence[float], spacing: Spacing | None) -> tuple[Events, np.ndarray]:
+    """The calls of a plan on a grid of times or under a spacing; and how many of each row's come at times from
+    times[k - 1], included, down to times[k], (n, T + 1) with 0 at k = 0."""
+    events = make_events(plan, times) if spacing is None else spaced_events(plan, spacing)
+    count_nT = np.zeros((plan.n, len(times)), dtype=np.int64)
+    after_E = np.searchsorted(-np.array(times), -events.t_E, side="right")
+    np.add.at(count_nT, (np.repeat(np.arange(plan.n), events.per_row_n), after_E), 1)
+    return events, count_nT
 
 
 def _cuts(tables: Sequence[_Grid]) -> set[float]:
@@ -368,6 +339,10 @@ class Runner:
     network_calls: int = 0
     padded_calls: int = 0
 
+    def __post_init__(self) -> None:
+        self.calls_made_K = np.zeros(len(self.family.names), dtype=np.int64)
+        self.flops_made: float | None = 0.0
+
     def run(
         self,
         work: list[tuple[Stretch, np.ndarray]],
@@ -390,10 +365,11 @@ class Runner:
             rows_m, tokens_mL, begin_m, end_m = rows_M[piece], tokens_ML[piece], begin_M[piece], end_M[piece]
             item_F, at_F = _ranges(start_E1[begin_m], start_E1[end_m])
             position_F = self.events.positions_F[at_F]
+            own, model_E = self._events(begin_m, end_m, model_M[piece])
             content = (stretches, which_M[piece], rows_m, tokens_mL)
             record = None if self.load is None else self.load(self._key(*content))
             if record is None:
-                self._run(rows_m, tokens_mL, begin_m, end_m, model_M[piece], report)
+                self._run(rows_m, tokens_mL, own, model_E, report)
                 index = (torch.from_numpy(x).to(self.engine.device) for x in (item_F, position_F))
                 token_F = self.engine.state_nL[tuple(index)].cpu().numpy().astype("<u4")
                 if self.save is not None:  # the batch, which is in the key, may have become smaller
@@ -401,7 +377,7 @@ class Runner:
                     self.save(self._key(*content), {"kind": "tree", "tokens": packed})
             else:
                 token_F = np.frombuffer(base64.b64decode(record["tokens"]), dtype="<u4")
-                report(int((end_m - begin_m).sum()))
+                report(len(model_E))
             tokens_ML[start + item_F, position_F] = token_F
         return tokens_ML
 
@@ -415,21 +391,28 @@ class Runner:
             what.append([list(stretch.times), self.family.names[stretch.model], *spacing])
         return content_key("tree", what, content.hexdigest(), self.plan.seed, list(tokens_mL.shape), self.batch)
 
-    def _run(
-        self,
-        rows_m: np.ndarray,
-        tokens_mL: np.ndarray,
-        begin_m: np.ndarray,
-        end_m: np.ndarray,
-        model_m: np.ndarray,
-        report: Callable[[int], None],
-    ) -> None:
-        """Make the calls of a piece. What comes out is in the engine's first rows."""
+    def _events(self, begin_m: np.ndarray, end_m: np.ndarray, model_m: np.ndarray) -> tuple[Events, np.ndarray]:
+        """The events of a piece and their models, which count as made."""
         item_E, index_E = _ranges(begin_m, end_m)
         ptr_m1 = np.concatenate([[0], np.cumsum(end_m - begin_m)])
         flat = [field.name for field in fields(Events) if field.name.endswith("_E")]
         own = replace(self.events, row_ptr_n1=ptr_m1, **{name: getattr(self.events, name)[index_E] for name in flat})
-        queue = Queue(own, model_m[item_E], self.plan.length, self.batch)
+        model_E = model_m[item_E]
+        self.calls_made_K += np.bincount(model_E, minlength=len(self.calls_made_K))
+        flops_E = flops_of_calls(self.engine.models, model_E, own.count_E, self.plan.length)
+        self.flops_made = None if flops_E is None else (self.flops_made or 0.0) + float(flops_E.sum())
+        return own, model_E
+
+    def _run(
+        self,
+        rows_m: np.ndarray,
+        tokens_mL: np.ndarray,
+        own: Events,
+        model_E: np.ndarray,
+        report: Callable[[int], None],
+    ) -> None:
+        """Make the calls of a piece. What comes out is in the engine's first rows."""
+        queue = Queue(own, model_E, self.plan.length, self.batch)
         self.engine.load(rows_m, tokens_mL)
 
         def make(call: Call) -> None:

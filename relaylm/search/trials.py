@@ -33,9 +33,8 @@ import numpy as np
 
 from relaylm.console import progress_bar
 from relaylm.core.cost import SPACED_PLANS, spaced_sizes
-from relaylm.core.plan import make_events, make_plan
+from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Schedule, Spacing
-from relaylm.core.spacing import spaced_events
 from relaylm.errors import UserError
 from relaylm.measure.evaluate import Workers, array_hash, check_storable, conditions, judge_rows, model_key
 from relaylm.measure.judge import Judge, log_perplexity
@@ -44,7 +43,7 @@ from relaylm.models.family import Family
 from relaylm.sampling.engine import Engine, out_of_memory
 from relaylm.sampling.result import Samples
 from relaylm.sampling.sample import sample
-from relaylm.search.tree import Grown, Stopped, grow, grow_rows
+from relaylm.search.tree import Grown, Stopped, calls_by_step, grow, grow_rows
 
 LEAST_CHUNK = 16  # rows
 FULL_BATCHES = 16  # of rows under all schedules in a chunk: enough to fill batches, few enough to share among workers
@@ -149,8 +148,8 @@ class Trials:
         self, schedule: Schedule, first: int, n: int, on_calls: Callable[[int, int], None] | None = None
     ) -> Samples:
         """An independent run of a range of rows."""
-        options = {**self._options, "given": self.given(first, n), "heavy": self.heavy, "on_calls": on_calls}
-        return sample(self.family, schedule, n, first_row=first, **options)
+        options = self._options(first, n)
+        return sample(self.family, schedule, n, first_row=first, heavy=self.heavy, on_calls=on_calls, **options)
 
     def check(self, schedule: Schedule, first: int, rows: int) -> bool:
         """Whether an independent run of the schedule gives the tokens that the tree gave, bit for bit."""
@@ -181,11 +180,7 @@ class Trials:
         """Calls of these rows from each time of a grid down to the next, (T,), the masked end first."""
         given_nL = self.given(first, n)
         plan = make_plan(n, given_nL.shape[1], self.seed, given_nL, first)
-        events = make_events(plan, times) if spacing is None else spaced_events(plan, spacing)
-        stage_E = (
-            np.searchsorted(-np.asarray(times), -events.t_E, side="right") - 1
-        )  # from a time, included, to the next
-        return np.bincount(stage_E, minlength=len(times) - 1)
+        return calls_by_step(plan, times, spacing)[1].sum(axis=0)[1:]
 
     def expected_calls(self, schedules: Sequence[Schedule]) -> float:
         """Mean row-calls of one row under all of the schedules together, with shared beginnings. Rows that merge after
@@ -221,9 +216,8 @@ class Trials:
 
     # -------------------------------------------------------------------------------------------- sampling
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"seed": self.seed, "batch_size": self.batch}
+    def _options(self, first: int, rows: int) -> dict[str, Any]:
+        return {"seed": self.seed, "batch_size": self.batch, "given": self.given(first, rows)}
 
     def _chunks(self, schedules: Mapping[str, Schedule], rows: Sequence[int]) -> Iterator[Chunk]:
         """Stretches of rows under schedules, cut evenly."""
@@ -243,7 +237,7 @@ class Trials:
                     self._finish(chunk, self._grow(chunk, bar))
                 return
             tasks = [
-                (list(schedules.values()), first, rows, {**self._options, "given": self.given(first, rows)})
+                (list(schedules.values()), first, rows, self._options(first, rows))
                 for schedules, first, rows, _ in chunks
             ]
             for index, grown in self.workers.map(grow_rows, tasks, self._late):
@@ -257,7 +251,7 @@ class Trials:
         if self.store is not None:  # pieces of a chunk are kept next to the results until it is done
             pieces = Store(self._unfinished(self.store, chunk.key))
             hooks |= {"load": pieces.get, "save": pieces.put}
-        options = {**self._options, "given": self.given(chunk.first, chunk.rows), **hooks}
+        options = {**self._options(chunk.first, chunk.rows), **hooks}
         return grow(self.family, list(chunk.schedules.values()), chunk.rows, first_row=chunk.first, **options)
 
     def _finish(self, chunk: Chunk, grown: Grown) -> None:

@@ -25,7 +25,7 @@ from relaylm.sampling.sample import sample
 from relaylm.search.bounds import predicted_bound, spaced_mixed
 from relaylm.search.search import limits, search
 from relaylm.search.space import SLACK, Problem
-from relaylm.search.tournament import spaced_alone
+from relaylm.search.tournament import rivals_within
 from relaylm.search.trials import Trials
 
 LENGTH, SEGMENTS = 16, 3
@@ -62,8 +62,9 @@ def test_one_model_has_the_largest_spacing_that_fits(problem: Problem) -> None:
     for share in (0.2, 0.5, 0.8):
         limit = (1 - share) * problem.all_heavy
         fits = [d for d in range(1, LENGTH) if problem.price(Schedule.parse(f"3b:100% spaced:{d}")) <= limit]
-        assert spaced_alone(problem, "3b", limit) == Schedule.parse(f"3b:100% spaced:{max(fits)}")
-    assert spaced_alone(problem, "3b", 1.0) is None
+        found = [c.schedule for c in rivals_within(problem, limit) if c.what.startswith("3b alone, spaced")]
+        assert found == [Schedule.parse(f"3b:100% spaced:{max(fits)}")]
+    assert rivals_within(problem, 1.0) == []
 
 
 def test_budgets_that_only_spaced_plans_meet(problem: Problem) -> None:

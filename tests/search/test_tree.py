@@ -72,19 +72,23 @@ def grow(
     return tree.grow(family, counted, n, **options)
 
 
-def check(schedules: list[Any], n: int, steps: Any, **options: Any) -> Grown:
-    """Grow, run each schedule by itself, and compare everything."""
+def check(schedules: list[Any], n: int, steps: Any, **options: Any) -> tuple[Grown, list[int]]:
+    """Grow, run each schedule by itself, and compare everything; returns also how many calls each takes by itself."""
     grown = grow(FAMILY, schedules, n, steps=steps, **options)
     each = steps if isinstance(steps, list) else [steps] * len(schedules)
-    options = {**options, "batch_size": grown.batch_size}
+    options, alone = {**options, "batch_size": grown.batch_size}, []
     for s, (schedule, T) in enumerate(zip(schedules, each, strict=True)):
         samples = sample(FAMILY, schedule, n, steps=T, **options)
         np.testing.assert_array_equal(grown.tokens_SnL[s], samples.tokens)
-        calls = dict(zip(grown.models, grown.calls_SK[s].tolist(), strict=True))
+        alone.append(samples.cost)
+        one = grow(FAMILY, [schedule], n, steps=T, **options)  # nothing is shared
+        calls = dict(zip(one.models, one.calls_made_K.tolist(), strict=True))
         assert {name: c for name, c in calls.items() if c} == {k: c for k, c in samples.cost.calls.items() if c}
-        assert grown.flops_S is not None and grown.flops_S[s] == pytest.approx(samples.cost.flops, rel=1e-12)
-    assert (grown.calls_made_K <= grown.calls_tree_K).all() and (grown.calls_tree_K <= grown.calls_SK.sum(axis=0)).all()
-    return grown
+        assert one.flops_made == pytest.approx(samples.cost.flops, rel=1e-12)
+        assert one.calls_tree_K.tolist() == one.calls_made_K.tolist()
+    each_K = np.array([sum(cost.calls.get(name, 0) for cost in alone) for name in grown.models])
+    assert (grown.calls_made_K <= grown.calls_tree_K).all() and (grown.calls_tree_K <= each_K).all()
+    return grown, [cost.total_calls for cost in alone]
 
 
 names = st.sampled_from(["1b", "2b", "3b"])
@@ -136,12 +140,12 @@ def test_grown_together_is_as_grown_alone(
 
 def test_all_placements() -> None:
     placements = all_placements(6, 3)
-    grown = check(placements, 6, 12, batch_size=4, light="1b", heavy="3b")
+    grown, alone = check(placements, 6, 12, batch_size=4, light="1b", heavy="3b")
     prefixes = {(str(s)[:j]) for s in placements for j in range(1, 7)}
     naive, shared = len(placements) * 6, len(prefixes)
     assert (naive, shared) == (120, 68)
     # Every cell holds two of twelve steps: calls go with cells up to chance.
-    assert grown.calls_tree_K.sum() / grown.calls_SK.sum(axis=0).sum() == pytest.approx(shared / naive, abs=0.03)
+    assert grown.calls_tree_K.sum() / sum(alone) == pytest.approx(shared / naive, abs=0.03)
 
 
 def test_ten_choose_four_takes_790_segments() -> None:
@@ -152,7 +156,6 @@ def test_ten_choose_four_takes_790_segments() -> None:
     by_step = [sum(i in row for row in sample(family, "a", rows, steps=10).trace.step_nL) for i in range(10, 0, -1)]
     nodes = [len({str(placement)[: j + 1] for placement in placements}) for j in range(10)]
     assert sum(nodes) == 790
-    assert grown.calls_SK.sum(axis=0).sum() == 210 * sum(by_step)
     assert grown.calls_tree_K.sum() == sum(calls * width for calls, width in zip(by_step, nodes, strict=True))
     for s in (0, 77, 150, 209):
         alone = sample(family, placements[s], rows, steps=10, light="a", heavy="b", batch_size=64)
@@ -168,8 +171,9 @@ def test_calls_are_those_that_were_made() -> None:
     assert grown.network_calls == grown.calls_made_K.sum() and grown.padded_calls == 0
     flops = {name: network.flops(LENGTH, 1) for name, network in NETWORKS.items()}
     least = sum(flops[name] * c for name, c in zip(grown.models, grown.calls_made_K, strict=True))
-    assert grown.flops_made is not None and grown.flops_S is not None
-    assert least <= grown.flops_made < grown.flops_S.sum()
+    alone = [sample(FAMILY, s, 5, steps=8, batch_size=1, light="1b", heavy="3b").cost for s in all_placements(4, 2)]
+    assert grown.flops_made is not None
+    assert least <= grown.flops_made < sum(cost.flops or 0 for cost in alone)
 
 
 def test_an_engine_serves_again() -> None:
@@ -203,8 +207,7 @@ def test_twins_merge_at_once() -> None:
 
 
 def test_grids_that_begin_alike_share_their_beginning() -> None:
-    grown = check(["3b:4@50% 3b:4@50%", "3b:4@50% 3b:2@50%"], 8, None, batch_size=4)
-    first, second = grown.calls_SK.sum(axis=1)
+    grown, (first, second) = check(["3b:4@50% 3b:4@50%", "3b:4@50% 3b:2@50%"], 8, None, batch_size=4)
     half = sample(FAMILY, "3b", 8, steps=8).trace
     shared = sum(len(set(row[row > 4])) for row in half.step_nL)
     assert grown.calls_made_K.sum() == first + second - shared

@@ -24,7 +24,7 @@ from relaylm.search import tune
 from relaylm.search.exhaustive import all_placements
 from relaylm.search.search import limits, run, search
 from relaylm.search.space import SLACK, Problem, Space, best, fit
-from relaylm.search.tournament import by_hand, light_first, more_is_no_worse, rivals_within, sandwich_within
+from relaylm.search.tournament import by_hand, light_first, more_is_no_worse, rivals_within
 from relaylm.search.trials import Rows
 from relaylm.search.tune import ROWS, Tune, Tuner, ablations, candidates, measure_prior
 
@@ -321,13 +321,13 @@ def test_rivals_spend_what_they_may() -> None:
         for model in problem.models:
             fits = [t for t in range(1, 31) if problem.price(problem.alone(model, t)) <= limit]
             assert alone[model] == problem.alone(model, max(fits))
-        sandwich = sandwich_within(problem, limit)
-        assert sandwich is not None and problem.price(sandwich) <= limit
+        (sandwich,) = (c.schedule for c in rivals_within(problem, limit) if c.what == "sandwich")
+        assert problem.price(sandwich) <= limit
         light = sandwich.timetable().models.count("4b")
         fewer = counted(Schedule.parse(f"sandwich:{light - 1}/30"), 30, "4b", "12b")
         assert problem.price(fewer) > limit
         assert {c.kind for c in rivals_within(problem, limit)} == {"rival"}
-    assert sandwich_within(problem, 1.0) is None and rivals_within(problem, 1.0) == []
+    assert rivals_within(problem, 1.0) == []
 
 
 def test_light_first_spends_what_it_may() -> None:
