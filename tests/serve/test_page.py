@@ -272,6 +272,45 @@ def test_a_link_restores_and_the_code_says_the_same(
     assert done["texts"] == [text]
 
 
+def test_a_link_to_a_family_that_is_not_here_says_so(view: Any, address: str, family: Any) -> None:
+    """What is shown is no other family's without a word. A name is text, however it is written."""
+    for model in ("small", HOSTILE):
+        opened(view, address, model=model, schedule="light")
+        said = view.locator("#problem")
+        sync_api.expect(said).to_contain_text(f"family {model} is not known to this server: wiki-char is chosen")
+        assert view.locator("#model").input_value() == "wiki-char" and said.get_attribute("role") == "alert"
+        assert view.locator("#seed").input_value() == "3" and notation(view) == "light"
+    view.locator("#compare").uncheck()
+    run(view)
+    assert view.locator("#problem").is_hidden()
+    opened(view, address, model="wiki-char", rule="unheard-of", pace="never")
+    sync_api.expect(view.locator("#problem")).to_contain_text("rule unheard-of")
+    sync_api.expect(view.locator("#problem")).to_contain_text("never")
+    opened(view, address, model="wiki-char")
+    assert view.locator("#problem").is_hidden()
+
+
+def test_every_control_has_a_name_of_its_own(view: Any, address: str) -> None:
+    """As a screen reader has it; what is hidden now has a label, too."""
+    opened(view, address)
+    view.locator("summary").click()
+    run(view)
+    view.locator(".border").nth(1).focus()
+    fields = view.locator("input, select, textarea")
+    labels = fields.evaluate_all(
+        "all => all.map(one => one.ariaLabel || [...one.labels].map(label => label.textContent.trim()).join())"
+    )
+    assert len(labels) > 15 and all(labels), labels
+    nodes = view.context.new_cdp_session(view).send("Accessibility.getFullAXTree")["nodes"]
+    names = []
+    for node in nodes:
+        what = {entry["name"]: entry["value"].get("value") for entry in node.get("properties", [])}
+        if what.get("focusable") and node["role"]["value"] not in ("option", "RootWebArea"):
+            names.append((node["role"]["value"], node.get("name", {}).get("value", "").strip()))
+    assert len(names) > 35 and all(name for _, name in names), names
+    assert len(set(names)) == len(names), sorted(names)
+
+
 def events(*pairs: tuple[str, dict[str, Any]]) -> str:
     return "".join(f"event: {name}\ndata: {json.dumps(value)}\n\n" for name, value in pairs)
 
