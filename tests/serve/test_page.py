@@ -23,7 +23,7 @@ import relaylm
 from relaylm.cli import main as cli
 from relaylm.serve.app import Settings, create_app
 from relaylm.serve.host import Host
-from relaylm.show.colours import colour_of
+from relaylm.show.colours import MODELS, colour_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
@@ -397,8 +397,8 @@ def test_the_keyboard_stays_where_run_and_stop_are(view: Any, address: str) -> N
     sync_api.expect(view.locator("#run")).to_be_focused()
 
 
-# The least contrast, by WCAG's formula, of any text with what is behind it, and of the edge of any field and of what is
-# chosen with what is around it; and which that is.
+# The least contrast, by WCAG's formula, of any text with what is behind it, and of the edge of any field, of what is
+# chosen and of the line above what differs with what is around it; and which that is.
 CONTRAST = """() => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const seen = colours => {
@@ -430,6 +430,11 @@ CONTRAST = """() => {
     const ratio = parseFloat(borderTopWidth) ? contrast(borderTopColor, element.parentElement) : 1;
     note("edge", ratio, element.outerHTML.slice(0, 80));
   }
+  for (const mark of document.querySelectorAll(".text .differs")) {
+    for (const under of [mark, mark.parentElement]) {
+      note("edge", contrast(getComputedStyle(mark).borderTopColor, under), mark.outerHTML);
+    }
+  }
   return worst;
 }"""
 
@@ -451,6 +456,25 @@ def test_on_a_phone_nothing_is_cut_off_and_all_is_legible(chrome: Any, address: 
         assert worst["text"][0] >= 4.5 and worst["edge"][0] >= 3, worst
         view.locator("#theme").click()
     context.close()
+
+
+def test_text_is_legible_in_the_colours_of_all_models(view: Any, address: str) -> None:
+    """In a family of many models, too; as it is written, and where it differs."""
+    opened(view, address, length="24", number="4", compare="no")
+    run(view)
+    add = """colours => {
+      for (const colour of colours) for (const kind of ["written", "written now", "written differs"]) {
+        const span = document.createElement("span");
+        Object.assign(span, { className: "by " + kind, textContent: colour });
+        span.style.setProperty("--c", colour);
+        document.querySelector(".lane .text").append(span);
+      }
+    }"""
+    view.evaluate(add, list(MODELS))
+    for _ in range(2):
+        worst = view.evaluate(CONTRAST)
+        assert worst["text"][0] >= 4.5 and worst["edge"][0] >= 3, worst
+        view.locator("#theme").click()
 
 
 def test_the_page_asks_for_a_key_where_one_is_needed(view: Any, address: str) -> None:
