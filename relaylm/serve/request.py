@@ -117,7 +117,7 @@ def _count(value: Any) -> int:
 def _temperature(value: Any) -> float:
     number = not isinstance(value, bool) and isinstance(value, int | float)
     if not number or not (value == 0 or TEMPERATURES[0] <= value <= TEMPERATURES[1]):
-        raise ValueError("0, under a rule, or a number from {:g} to {:g}".format(*TEMPERATURES))
+        raise ValueError("0, under a rule, or a number from {:g} to {:,.0f}".format(*TEMPERATURES))
     return float(value)
 
 

@@ -23,7 +23,7 @@ import relaylm
 from relaylm.cli import main as cli
 from relaylm.serve.app import Settings, create_app
 from relaylm.serve.host import Host
-from relaylm.show.colours import colour_of
+from relaylm.show.colours import MODELS, colour_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
@@ -272,6 +272,45 @@ def test_a_link_restores_and_the_code_says_the_same(
     assert done["texts"] == [text]
 
 
+def test_a_link_to_a_family_that_is_not_here_says_so(view: Any, address: str, family: Any) -> None:
+    """What is shown is no other family's without a word. A name is text, however it is written."""
+    for model in ("small", HOSTILE):
+        opened(view, address, model=model, schedule="light")
+        said = view.locator("#problem")
+        sync_api.expect(said).to_contain_text(f"family {model} is not known to this server: wiki-char is chosen")
+        assert view.locator("#model").input_value() == "wiki-char" and said.get_attribute("role") == "alert"
+        assert view.locator("#seed").input_value() == "3" and notation(view) == "light"
+    view.locator("#compare").uncheck()
+    run(view)
+    assert view.locator("#problem").is_hidden()
+    opened(view, address, model="wiki-char", rule="unheard-of", pace="never")
+    sync_api.expect(view.locator("#problem")).to_contain_text("rule unheard-of")
+    sync_api.expect(view.locator("#problem")).to_contain_text("never")
+    opened(view, address, model="wiki-char")
+    assert view.locator("#problem").is_hidden()
+
+
+def test_every_control_has_a_name_of_its_own(view: Any, address: str) -> None:
+    """As a screen reader has it; what is hidden now has a label, too."""
+    opened(view, address)
+    view.locator("summary").click()
+    run(view)
+    view.locator(".border").nth(1).focus()
+    fields = view.locator("input, select, textarea")
+    labels = fields.evaluate_all(
+        "all => all.map(one => one.ariaLabel || [...one.labels].map(label => label.textContent.trim()).join())"
+    )
+    assert len(labels) > 15 and all(labels), labels
+    nodes = view.context.new_cdp_session(view).send("Accessibility.getFullAXTree")["nodes"]
+    names = []
+    for node in nodes:
+        what = {entry["name"]: entry["value"].get("value") for entry in node.get("properties", [])}
+        if what.get("focusable") and node["role"]["value"] not in ("option", "RootWebArea"):
+            names.append((node["role"]["value"], node.get("name", {}).get("value", "").strip()))
+    assert len(names) > 35 and all(name for _, name in names), names
+    assert len(set(names)) == len(names), sorted(names)
+
+
 def events(*pairs: tuple[str, dict[str, Any]]) -> str:
     return "".join(f"event: {name}\ndata: {json.dumps(value)}\n\n" for name, value in pairs)
 
@@ -358,8 +397,8 @@ def test_the_keyboard_stays_where_run_and_stop_are(view: Any, address: str) -> N
     sync_api.expect(view.locator("#run")).to_be_focused()
 
 
-# The least contrast, by WCAG's formula, of any text with what is behind it, and of the edge of any field and of what is
-# chosen with what is around it; and which that is.
+# The least contrast, by WCAG's formula, of any text with what is behind it, and of the edge of any field, of what is
+# chosen and of the line above what differs with what is around it; and which that is.
 CONTRAST = """() => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const seen = colours => {
@@ -391,6 +430,11 @@ CONTRAST = """() => {
     const ratio = parseFloat(borderTopWidth) ? contrast(borderTopColor, element.parentElement) : 1;
     note("edge", ratio, element.outerHTML.slice(0, 80));
   }
+  for (const mark of document.querySelectorAll(".text .differs")) {
+    for (const under of [mark, mark.parentElement]) {
+      note("edge", contrast(getComputedStyle(mark).borderTopColor, under), mark.outerHTML);
+    }
+  }
   return worst;
 }"""
 
@@ -412,6 +456,25 @@ def test_on_a_phone_nothing_is_cut_off_and_all_is_legible(chrome: Any, address: 
         assert worst["text"][0] >= 4.5 and worst["edge"][0] >= 3, worst
         view.locator("#theme").click()
     context.close()
+
+
+def test_text_is_legible_in_the_colours_of_all_models(view: Any, address: str) -> None:
+    """In a family of many models, too; as it is written, and where it differs."""
+    opened(view, address, length="24", number="4", compare="no")
+    run(view)
+    add = """colours => {
+      for (const colour of colours) for (const kind of ["written", "written now", "written differs"]) {
+        const span = document.createElement("span");
+        Object.assign(span, { className: "by " + kind, textContent: colour });
+        span.style.setProperty("--c", colour);
+        document.querySelector(".lane .text").append(span);
+      }
+    }"""
+    view.evaluate(add, list(MODELS))
+    for _ in range(2):
+        worst = view.evaluate(CONTRAST)
+        assert worst["text"][0] >= 4.5 and worst["edge"][0] >= 3, worst
+        view.locator("#theme").click()
 
 
 def test_the_page_asks_for_a_key_where_one_is_needed(view: Any, address: str) -> None:

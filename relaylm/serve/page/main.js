@@ -9,6 +9,7 @@ const $ = id => document.getElementById(id);
 const PRESETS = ["heavy", "sandwich:25%", "sandwich:50%", "small-first:25%", "light"];
 const MORE = ["suffix", "rule", "temperature", "top_p"];
 const FIELDS = ["model", "prompt", "infill", "length", "seed", "schedule", "pace", "number", ...MORE];
+const NAMES = { model: "family", rule: "rule", pace: "way to choose what calls write" }; // of what has a list
 let families = [], family;
 // A look at the schedule that is due, the last one, and whether the strip is to be drawn anew.
 let lookup = null, looked = null, reopen = false;
@@ -59,10 +60,18 @@ function remember() {
 }
 
 function restore() {
-  const words = new URLSearchParams(location.hash.slice(1));
+  const words = new URLSearchParams(location.hash.slice(1)), strange = [];
   $("form").reset();
   openFamily(families.find(({ id }) => id === words.get("model")) ?? families[0]);
-  for (const id of FIELDS) if (words.has(id) && id !== "model") $(id).value = words.get(id);
+  for (const id of FIELDS) {
+    if (!words.has(id)) continue;
+    const field = $(id), value = words.get(id);
+    const known = field.tagName !== "SELECT" || [...field.options].some(option => option.value === value);
+    if (!known) strange.push(id);
+    else if (id !== "model") field.value = value;
+  }
+  problem(strange.map(id => "The link's " + NAMES[id] + " " + words.get(id) + " is not known to this server: "
+    + $(id).selectedOptions[0].textContent + " is chosen instead.").join(" "));
   const infill = words.get("mode") === "infill";
   for (const radio of radios("mode")) radio.checked = (radio.value === "infill") === infill;
   $("compare").checked = words.get("compare") !== "no";
@@ -247,7 +256,7 @@ on("schedule", "change", typed);
 on("schedule", "keydown", event => {
   if (event.key === "Enter" && !event.ctrlKey && !event.metaKey) { event.preventDefault(); typed(); }
 });
-on("model", "change", () => { openFamily(families.find(({ id }) => id === $("model").value)); typed(); });
+on("model", "change", () => { problem(); openFamily(families.find(({ id }) => id === $("model").value)); typed(); });
 on("pace", "change", () => {
   const was = $("number-label").textContent;
   showPace();

@@ -179,14 +179,16 @@ export class Strip {
       paint(button, this.models.find(({ name }) => name === model)?.colour ?? "#808080");
       button.style.flexGrow = share;
       button.setAttribute("aria-pressed", String(!this.fixed && k === this.selected));
-      button.setAttribute("aria-label", model + ", " + shareText(Math.round(share)));
+      const all = this.segments.length, which = ", " + (k + 1) + " of " + all;
+      button.setAttribute("aria-label", model + ", " + shareText(Math.round(share)) + which);
       if (this.fixed) return;
       button.children[0].textContent = model;
       button.children[1].textContent = shareText(share);
       button.title = "Double click splits it here";
       if (!k) return;
       const [from, to] = this.reach(k), border = this.borders[k - 1];
-      border.setAttribute("aria-label", "border between " + this.segments[k - 1].model + " and " + model);
+      const between = this.segments[k - 1].model + " and " + model + ", " + k + " of " + (all - 1);
+      border.setAttribute("aria-label", "border between " + between);
       border.setAttribute("aria-valuemin", from / PERCENT);
       border.setAttribute("aria-valuemax", to / PERCENT);
       border.setAttribute("aria-valuenow", this.start(k) / PERCENT);
