@@ -61,30 +61,6 @@ if triton is not None:
         return tl.split(tl.permute(tl.reshape(x, (M, 2, N // 2)), (0, 2, 1)))
 
     @triton.jit
-    def _product(h_desc, weight_desc, at_m, at_n, width, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-        """A tile of h W'."""
-        product = tl.zeros((M, N), dtype=tl.float32)
-        for k in range(tl.cdiv(width, K)):
-            part = h_desc.load([at_m, k * K])
-            product = tl.dot(part, weight_desc.load([at_n, k * K]).T, product)
-        return product
-
-    @triton.jit
-    def _store(out_desc, x, at_m, at_n, M: tl.constexpr, N: tl.constexpr):
-        """Store a tile in halves."""
-        left, right = _halves(x, M, N)
-        out_desc.store([at_m, at_n], left.to(out_desc.dtype))
-        out_desc.store([at_m, at_n + N // 2], right.to(out_desc.dtype))
-
-    @triton.jit
-    def _angles(cos, sin, at_m, tile_n, rotated_n, length, M: tl.constexpr, HALF: tl.constexpr):
-        """Cosines and sines (M, 1, HALF) of a tile's rows; those of no turn from column tile `rotated_n` on."""
-        angle = ((at_m + tl.arange(0, M)) % length * HALF)[:, None] + tl.arange(0, HALF)[None, :]
-        turns = (angle >= 0) & (tile_n < rotated_n)
-        c = tl.load(cos + angle, mask=turns, other=1.0)[:, None, :]
-        return c, tl.load(sin + angle, mask=turns, other=0.0)[:, None, :]
-
-    @triton.jit
     def _twice_gelu_kernel(
         h_desc, weight_desc, bias, out_desc, rows, tiles_n, width,
         M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -92,12 +68,17 @@ if triton is not None:
         for tile in tl.range(tl.program_id(0), tl.cdiv(rows, M) * tiles_n, PROGRAMS, flatten=True):
             at_m, tile_n = _place(tile, rows, tiles_n, M, GROUP)
             at_n = tile_n * N
-            x = _product(h_desc, weight_desc, at_m, at_n, width, M, N, K)
-            x += tl.load(bias + at_n + tl.arange(0, N)).to(tl.float32)[None, :]
+            product = tl.zeros((M, N), dtype=tl.float32)
+            for k in range(tl.cdiv(width, K)):
+                part = h_desc.load([at_m, k * K])
+                product = tl.dot(part, weight_desc.load([at_n, k * K]).T, product)
+            x = product + tl.load(bias + at_n + tl.arange(0, N)).to(tl.float32)[None, :]
             # No product runs meanwhile, so each operation counts: twice the GELU takes one less, and with sqrt(2/pi)
             # and 0.044715 multiplied out every sum but the bias's goes into an fma.
             x = x + x * _tanh(x * (0.7978845608028654 + 0.035677408136300125 * (x * x)))
-            _store(out_desc, x, at_m, at_n, M, N)
+            left, right = _halves(x, M, N)
+            out_desc.store([at_m, at_n], left.to(out_desc.dtype))
+            out_desc.store([at_m, at_n + N // 2], right.to(out_desc.dtype))
 
     @triton.jit
     def _rotated_kernel(
@@ -111,17 +92,27 @@ if triton is not None:
         for tile in tl.range(tl.program_id(0), tl.cdiv(rows, M) * tiles_n, PROGRAMS, flatten=True):
             at_m, tile_n = _place(tile, rows, tiles_n, M, GROUP)
             at_n = tile_n * N
-            product = _product(h_desc, weight_desc, at_m, at_n, width, M, N, K)
+            product = tl.zeros((M, N), dtype=tl.float32)
+            for k in range(tl.cdiv(width, K)):
+                part = h_desc.load([at_m, k * K])
+                product = tl.dot(part, weight_desc.load([at_n, k * K]).T, product)
             if HAS_BIAS:
                 product += tl.load(bias + at_n + tl.arange(0, N)).to(tl.float32)[None, :]
-            c, s = _angles(cos, sin, at_m, tile_n, rotated_n, length, M, HALF)
+            angle = ((at_m + tl.arange(0, M)) % length * HALF)[:, None] + tl.arange(0, HALF)[None, :]
+            turns = (angle >= 0) & (tile_n < rotated_n)
+            c = tl.load(cos + angle, mask=turns, other=1.0)[:, None, :]
+            s = tl.load(sin + angle, mask=turns, other=0.0)[:, None, :]
             left, right = _halves(product, M, N)
             first = tl.reshape(left, (M, HEADS, HALF))
             second = tl.reshape(right, (M, HEADS, HALF))
             turned = tl.join((first * c - second * s).to(out_desc.dtype), (second * c + first * s).to(out_desc.dtype))
             left, right = _halves(tl.reshape(tl.permute(turned, (0, 1, 3, 2)), (M, N)), M, N)
-            _store(out_desc, left, at_m, at_n, M, N // 2)  # in quarters, to leave shared memory for the angles
-            _store(out_desc, right, at_m, at_n + N // 2, M, N // 2)
+            x0, x1 = _halves(left, M, N // 2)  # in quarters, to leave shared memory for the angles
+            x2, x3 = _halves(right, M, N // 2)
+            out_desc.store([at_m, at_n], x0)
+            out_desc.store([at_m, at_n + N // 4], x1)
+            out_desc.store([at_m, at_n + N // 2], x2)
+            out_desc.store([at_m, at_n + 3 * N // 4], x3)
 
     @triton.jit
     def _gelu_and_slope_kernel(
@@ -131,15 +122,22 @@ if triton is not None:
         for tile in tl.range(tl.program_id(0), tl.cdiv(rows, M) * tiles_n, tl.num_programs(0), flatten=FLAT):
             at_m, tile_n = _place(tile, rows, tiles_n, M, GROUP)
             at_n = tile_n * N
-            x = _product(h_desc, weight_desc, at_m, at_n, width, M, N, K)
-            x += tl.load(bias + at_n + tl.arange(0, N))[None, :]
+            product = tl.zeros((M, N), dtype=tl.float32)
+            for k in range(tl.cdiv(width, K)):
+                part = h_desc.load([at_m, k * K])
+                product = tl.dot(part, weight_desc.load([at_n, k * K]).T, product)
+            x = product + tl.load(bias + at_n + tl.arange(0, N))[None, :]
             # With s = (1 + tanh u) / 2 the GELU is x s, and its slope s + x s (1 - s) 2u'.
             square = x * x
             share = 0.5 + 0.5 * _tanh(x * (0.7978845608028654 + 0.035677408136300125 * square))
             gelu = x * share
             slope = share + gelu * (1.5957691216057308 + 0.2140644488178007 * square) * (1.0 - share)
-            _store(gelu_desc, gelu.to(gelu_desc.dtype), at_m, at_n, M, N)
-            _store(slope_desc, slope.to(slope_desc.dtype), at_m, at_n, M, N)
+            left, right = _halves(gelu.to(gelu_desc.dtype), M, N)
+            gelu_desc.store([at_m, at_n], left)
+            gelu_desc.store([at_m, at_n + N // 2], right)
+            left, right = _halves(slope.to(slope_desc.dtype), M, N)
+            slope_desc.store([at_m, at_n], left)
+            slope_desc.store([at_m, at_n + N // 2], right)
 
     @triton.jit
     def _rotated_heads_kernel(
@@ -151,11 +149,19 @@ if triton is not None:
         for tile in tl.range(tl.program_id(0), tl.cdiv(rows, M) * tiles_n, tl.num_programs(0), flatten=FLAT):
             at_m, tile_n = _place(tile, rows, tiles_n, M, GROUP)
             at_n = tile_n * N
-            product = _product(h_desc, weight_desc, at_m, at_n, width, M, N, K)
-            c, s = _angles(cos, sin, at_m, tile_n, rotated_n, length, M, HALF)
+            product = tl.zeros((M, N), dtype=tl.float32)
+            for k in range(tl.cdiv(width, K)):
+                part = h_desc.load([at_m, k * K])
+                product = tl.dot(part, weight_desc.load([at_n, k * K]).T, product)
+            angle = ((at_m + tl.arange(0, M)) % length * HALF)[:, None] + tl.arange(0, HALF)[None, :]
+            turns = (angle >= 0) & (tile_n < rotated_n)
+            c = tl.load(cos + angle, mask=turns, other=1.0)[:, None, :]
+            s = tl.load(sin + angle, mask=turns, other=0.0)[:, None, :]
             first, second = tl.split(tl.permute(tl.reshape(product, (M, HEADS, 2, HALF)), (0, 1, 3, 2)))
             turned = tl.join((first * c - second * s).to(out_desc.dtype), (second * c + first * s).to(out_desc.dtype))
-            _store(out_desc, tl.reshape(tl.permute(turned, (0, 1, 3, 2)), (M, N)), at_m, at_n, M, N)
+            left, right = _halves(tl.reshape(tl.permute(turned, (0, 1, 3, 2)), (M, N)), M, N)
+            out_desc.store([at_m, at_n], left)
+            out_desc.store([at_m, at_n + N // 2], right)
 
     @triton.jit
     def _prefetch(pointers):
@@ -182,7 +188,9 @@ if triton is not None:
                 product = tl.dot(part, weight_desc.load([k * K, at_n]), product)
             product *= slope_desc.load([at_m, at_n]).to(tl.float32)
             tl.store(sums + (at_m // M) * (tiles_n * N) + at_n + tl.arange(0, N), tl.sum(product, axis=0))
-            _store(out_desc, product.to(out_desc.dtype), at_m, at_n, M, N)
+            left, right = _halves(product.to(out_desc.dtype), M, N)
+            out_desc.store([at_m, at_n], left)
+            out_desc.store([at_m, at_n + N // 2], right)
 
     @triton.jit
     def _few_logits_kernel(
