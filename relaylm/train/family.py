@@ -21,7 +21,6 @@ from relaylm.models.tokenizer import check_unicode
 from relaylm.train import checkpoint
 from relaylm.train.corpus import TokenFile
 from relaylm.train.recipe import Preset, load_preset, override
-from relaylm.train.recipe import presets as presets
 from relaylm.train.report import measured_pairs
 from relaylm.train.run import CHECKPOINT, stage_file, train_model
 from relaylm.train.step import AVERAGE, training_flops, world

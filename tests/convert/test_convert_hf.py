@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,13 @@ def rand(generator: torch.Generator, *shape: int, scale: float = 0.3) -> torch.T
     return torch.randn(shape, generator=generator) * scale
 
 
-def llada(
-    folder: Path, blocks: int = BLOCKS, kv: int = HEADS, seed: int = 0, **changes: Any
-) -> tuple[Path, dict[str, torch.Tensor]]:
+def llada(folder: Path, kv: int = HEADS, **changes: Any) -> tuple[Path, dict[str, torch.Tensor]]:
     """A LLaDA folder with the published names, written out by hand."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     head = D // HEADS
     state = {"model.transformer.wte.weight": rand(g, V, D, scale=1.0), "model.transformer.ln_f.weight": 1 + rand(g, D)}
     state["model.transformer.ff_out.weight"] = rand(g, V, D)
-    for i in range(blocks):
+    for i in range(BLOCKS):
         p = f"model.transformer.blocks.{i}."
         state |= {p + "q_proj.weight": rand(g, D, D), p + "k_proj.weight": rand(g, kv * head, D)}
         state |= {p + "v_proj.weight": rand(g, kv * head, D), p + "attn_out.weight": rand(g, D, D)}
@@ -79,7 +78,7 @@ def llada(
         "mlp_ratio": 2,
         "n_heads": HEADS,
         "n_kv_heads": kv,
-        "n_layers": blocks,
+        "n_layers": BLOCKS,
         "rms_norm_eps": 1e-5,
         "rope": True,
         "rope_theta": 500000.0,
@@ -89,37 +88,9 @@ def llada(
     return write(folder, state, config | changes), state
 
 
-def dream(folder: Path, blocks: int = BLOCKS, seed: int = 0, **changes: Any) -> tuple[Path, dict[str, torch.Tensor]]:
-    g = torch.Generator().manual_seed(seed)
-    kv = 2 * (D // HEADS)
-    state = {"model.embed_tokens.weight": rand(g, V, D, scale=1.0), "model.norm.weight": 1 + rand(g, D)}
-    state["lm_head.weight"] = rand(g, V, D)
-    for i in range(blocks):
-        p = f"model.layers.{i}."
-        for name, rows in (("q_proj", D), ("k_proj", kv), ("v_proj", kv)):
-            state |= {p + f"self_attn.{name}.weight": rand(g, rows, D), p + f"self_attn.{name}.bias": rand(g, rows)}
-        state |= {p + "self_attn.o_proj.weight": rand(g, D, D), p + "mlp.gate_proj.weight": rand(g, F, D)}
-        state |= {p + "mlp.up_proj.weight": rand(g, F, D), p + "mlp.down_proj.weight": rand(g, D, F)}
-        state |= {p + "input_layernorm.weight": 1 + rand(g, D), p + "post_attention_layernorm.weight": 1 + rand(g, D)}
-    config = {
-        "model_type": "Dream",
-        "architectures": ["DreamModel"],
-        "auto_map": {"AutoModel": "modeling_dream.DreamModel"},
-        "hidden_size": D,
-        "intermediate_size": F,
-        "num_hidden_layers": blocks,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": 2,
-        "vocab_size": V,
-        "max_position_embeddings": 32,
-        "mask_token_id": 50,
-        "eos_token_id": 2,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-    }
-    return write(folder, state, config | changes), state
+def dream(folder: Path, **changes: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A Dream folder: Qwen2's names."""
+    return qwen(folder, "Dream", biases=True, **changes)
 
 
 def qwen(
@@ -366,62 +337,27 @@ def test_the_explicit_mask_gives_the_same(tmp_path: Path) -> None:
     assert not model._sees_ahead()  # and the check would notice
 
 
-def bert(folder: Path) -> Any:
+SIZES = {"vocab_size": V, "hidden_size": D, "num_hidden_layers": BLOCKS, "num_attention_heads": HEADS}
+SIZES |= {"intermediate_size": F, "max_position_embeddings": 32}
+MASKED = {
+    "Bert": SIZES,
+    "ModernBert": {
+        **{**SIZES, "num_hidden_layers": 4, "local_attention": 4, "global_attn_every_n_layers": 2},
+        **{"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 3, "cls_token_id": 3, "sep_token_id": 2},
+    },
+    "Roberta": {**SIZES, "max_position_embeddings": 34, "pad_token_id": 1},
+    "DistilBert": {
+        **{"vocab_size": V, "dim": D, "n_layers": BLOCKS, "n_heads": HEADS},
+        **{"hidden_dim": F, "max_position_embeddings": 32},
+    },
+}
+
+
+def masked_lm(folder: Path, kind: str = "Bert") -> Any:
+    """A masked LM of transformers with random weights, saved; the model."""
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=V,
-        hidden_size=D,
-        num_hidden_layers=BLOCKS,
-        num_attention_heads=HEADS,
-        intermediate_size=F,
-        max_position_embeddings=32,
-    )
-    return save(transformers.BertForMaskedLM(config), folder)
-
-
-def modernbert(folder: Path) -> Any:
-    torch.manual_seed(0)
-    config = transformers.ModernBertConfig(
-        vocab_size=V,
-        hidden_size=D,
-        num_hidden_layers=4,
-        num_attention_heads=HEADS,
-        intermediate_size=F,
-        local_attention=4,
-        global_attn_every_n_layers=2,
-        max_position_embeddings=32,
-        pad_token_id=0,
-        eos_token_id=2,
-        bos_token_id=3,
-        cls_token_id=3,
-        sep_token_id=2,
-    )
-    return save(transformers.ModernBertForMaskedLM(config), folder)
-
-
-def roberta(folder: Path) -> Any:
-    torch.manual_seed(0)
-    config = transformers.RobertaConfig(
-        vocab_size=V,
-        hidden_size=D,
-        num_hidden_layers=BLOCKS,
-        num_attention_heads=HEADS,
-        intermediate_size=F,
-        max_position_embeddings=34,
-        pad_token_id=1,
-    )
-    return save(transformers.RobertaForMaskedLM(config), folder)
-
-
-def distilbert(folder: Path) -> Any:
-    torch.manual_seed(0)
-    config = transformers.DistilBertConfig(
-        vocab_size=V, dim=D, n_layers=BLOCKS, n_heads=HEADS, hidden_dim=F, max_position_embeddings=32
-    )
-    return save(transformers.DistilBertForMaskedLM(config), folder)
-
-
-def save(model: Any, folder: Path) -> Any:
+    config = getattr(transformers, f"{kind}Config")(**MASKED[kind])
+    model = getattr(transformers, f"{kind}ForMaskedLM")(config)
     with torch.no_grad():
         for value in model.parameters():
             value.add_(torch.randn_like(value) * 0.3)
@@ -429,9 +365,9 @@ def save(model: Any, folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("make", [bert, modernbert, roberta, distilbert])
-def test_masked_language_models(tmp_path: Path, make: Any) -> None:
-    original = make(tmp_path / "model")
+@pytest.mark.parametrize("kind", MASKED)
+def test_masked_language_models(tmp_path: Path, kind: str) -> None:
+    original = masked_lm(tmp_path / "model", kind)
     assert convert.recognise(tmp_path / "model") == "masked-lm"
     with pytest.raises(UserError, match="mask"):
         convert.load(tmp_path / "model")
@@ -459,9 +395,9 @@ class Widths(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("kind", ["bert", "modernbert", "llada", "dream"])
-def test_the_full_head_is_never_made(tmp_path: Path, kind: str) -> None:
-    {"bert": bert, "modernbert": modernbert, "llada": llada, "dream": dream}[kind](tmp_path / "model")
+@pytest.mark.parametrize("make", [masked_lm, partial(masked_lm, kind="ModernBert"), llada, dream])
+def test_the_full_head_is_never_made(tmp_path: Path, make: Any) -> None:
+    make(tmp_path / "model")
     model = convert.load(tmp_path / "model", mask_id=50)["model"]
     with Widths() as seen:
         model.logits_at(TOKENS, T, POSITIONS[:, :1])
@@ -485,7 +421,7 @@ def test_broken_folders_are_refused_by_name(tmp_path: Path, make: Any) -> None:
 
 
 def test_broken_masked_lm_is_refused_by_name(tmp_path: Path) -> None:
-    bert(tmp_path / "m")
+    masked_lm(tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"
     state = safetensors.torch.load_file(path)
     name = "bert.encoder.layer.1.intermediate.dense.weight"
@@ -513,37 +449,16 @@ def test_configurations_beyond_the_published_ones_are_refused(tmp_path: Path) ->
 
 
 def test_published_parameter_counts() -> None:
-    llada_8b = {
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "vocab_size": 126_464,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "tie_word_embeddings": False,
-    }
-    assert count(hf.layout(hf.KINDS["llada"], llada_8b)) == 8_015_581_184
-    dream_7b = {
-        "hidden_size": 3584,
-        "intermediate_size": 18_944,
-        "vocab_size": 152_064,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-    }
-    assert count(hf.layout(hf.KINDS["dream"], dream_7b)) == 7_615_616_512
-    sdar_17b = {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "vocab_size": 151_936,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-    }
-    assert count(hf.layout(hf.KINDS["sdar"], sdar_17b)) * 2 // 10**7 == 406  # model.safetensors has 4.06 GB
+    keys = ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
+
+    def parameters(kind: str, *numbers: int, kv: int, head: int | None = None) -> int:
+        sizes = dict(zip(keys, numbers, strict=True)) | {"num_key_value_heads": kv, "head_dim": head}
+        return count(hf.layout(hf.KINDS[kind], sizes | {"tie_word_embeddings": False}))
+
+    assert parameters("llada", 4096, 12_288, 126_464, 32, 32, kv=32) == 8_015_581_184
+    assert parameters("dream", 3584, 18_944, 152_064, 28, 28, kv=4) == 7_615_616_512
+    sdar_17b = parameters("sdar", 2048, 6144, 151_936, 28, 16, kv=8, head=128)
+    assert sdar_17b * 2 // 10**7 == 406  # model.safetensors has 4.06 GB
 
 
 def test_llada_and_dream_cannot_take_turns(tmp_path: Path) -> None:

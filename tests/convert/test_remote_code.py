@@ -21,7 +21,7 @@ from relaylm.errors import UserError
 from relaylm.measure.judge import load_judge
 from relaylm.models.family import Family
 from relaylm.models.tokenizer import load_tokenizer
-from tests.convert.test_convert_hf import bert, dream, llada
+from tests.convert.test_convert_hf import dream, llada, masked_lm
 
 PACKAGE = Path(relaylm.__file__).parent
 AUTO = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoTokenizer")
@@ -63,9 +63,9 @@ WAYS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "judge gguf": (with_gguf, lambda folder: judge(f"gguf:{folder / 'judge.gguf'}")),
     "llada": (llada, convert.load),
     "dream": (dream_with_vocabulary, convert.load),
-    "masked-lm": (bert, convert.load),
+    "masked-lm": (masked_lm, convert.load),
     "Family.load": (llada, Family.load),
-    "info": (bert, convert.describe),
+    "info": (masked_lm, convert.describe),
     "tokenizer": (gpt2, lambda folder: load_tokenizer(folder)),
     "tokenizer.json": (gpt2, lambda folder: load_tokenizer(folder / "tokenizer.json")),
 }

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from search_oracle import network
 
 from relaylm.cli import main as cli
 from relaylm.errors import UserError
 from relaylm.measure.judge import load_judge, score
 from relaylm.measure.store import Store
-from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.models.family import Family
 from relaylm.models.tokenizer import Text8Tokenizer
 from relaylm.sampling.sample import sample
@@ -26,17 +25,10 @@ ROOT = Path(__file__).parents[2]
 RULES = ["ancestral", "low-confidence:4", "threshold:0.5", "threshold:0.05", "ancestral@0.8"]
 
 
-def network(depth: int, causal: bool = False) -> Transformer:
-    model = Transformer(Architecture(28, 12, width=16, depth=depth, heads=2, causal=causal))
-    model.initialise(torch.Generator().manual_seed(depth)).eval().requires_grad_(False)
-    model.output_layer.linear.weight.data.normal_(0, 0.7, generator=torch.Generator().manual_seed(depth))
-    return model
-
-
 @pytest.fixture(scope="module")
 def family() -> Family:
-    family = Family({f"{d}b": network(d) for d in (1, 2, 3)}, 27, 28, 12, Text8Tokenizer(), "toy")
-    family.judge = network(1, causal=True)
+    family = Family({f"{d}b": network(d, d, 12) for d in (1, 2, 3)}, 27, 28, 12, Text8Tokenizer(), "toy")
+    family.judge = network(1, 1, 12, causal=True)
     return family
 
 
@@ -272,8 +264,7 @@ def test_each_number_has_its_own_margin(result: dict[str, Any]) -> None:
 
 def test_figures_say_the_dial_and_hide_no_marker() -> None:
     """Two cells of one line and dial at one place stand side by side, and the heavy one's dial is beside it."""
-    figure = compose_view.new_figure(6.0, 4.0)
-    axes = figure.subplots()
+    figure, (axes,) = compose_view.panels(6.0, 4.0)
     marks = []
     for x, y, text, kin in (
         (1.0, 1.0, "", ("a", "T=8")),

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from search_oracle import network
 
 from relaylm.errors import UserError
-from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.models.family import Family
 from relaylm.models.folder import save_family
 from relaylm.models.tokenizer import Text8Tokenizer
@@ -22,18 +21,12 @@ from relaylm.studies.record import front
 LENGTH = 32
 
 
-def network(depth: int, causal: bool = False) -> Transformer:
-    model = Transformer(Architecture(28, LENGTH, width=16, depth=depth, heads=2, causal=causal))
-    model.initialise(torch.Generator().manual_seed(depth)).eval().requires_grad_(False)
-    model.output_layer.linear.weight.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(9))
-    return model
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("front")
-    models = {f"{depth}b": network(depth) for depth in (1, 2, 4)}
-    made = save_family(root / "tiny", models, Text8Tokenizer(), length=LENGTH, name="tiny", judge=network(1, True))
+    models = {f"{depth}b": network(depth, depth, LENGTH) for depth in (1, 2, 4)}
+    about = {"name": "tiny", "judge": network(1, 1, LENGTH, causal=True)}
+    made = save_family(root / "tiny", models, Text8Tokenizer(), length=LENGTH, **about)
     (made / "heldout.txt").write_text("the quick brown fox jumps over the lazy dog " * 8)
     return Path(made)
 

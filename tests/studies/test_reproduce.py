@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
-import torch
+from search_oracle import network
 
 import relaylm
 from relaylm.cli import main as cli
@@ -25,7 +25,6 @@ from relaylm.errors import UserError
 from relaylm.files import write_json
 from relaylm.measure.compare import compare
 from relaylm.measure.rivals import expected_flops, one_model
-from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.models.family import Family
 from relaylm.models.folder import save_family
 from relaylm.models.tokenizer import Text8Tokenizer
@@ -56,13 +55,6 @@ TOY = replace(
     stride_samples=3,
 )
 QUICK = [name for name in reproduce.NAMES if name != "tuner"]  # which takes no fewer than 229 rows
-
-
-def network(depth: int, seed: int, causal: bool = False, scale: float = 0.3) -> Transformer:
-    model = Transformer(Architecture(28, LENGTH, width=16, depth=depth, heads=2, causal=causal))
-    model.initialise(torch.Generator().manual_seed(seed)).eval().requires_grad_(False)
-    model.output_layer.linear.weight.data.normal_(0, scale, generator=torch.Generator().manual_seed(9))
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -883,7 +875,9 @@ def test_the_tuners_choice_is_judged_on_rows_that_the_search_has_not_seen(
 
 
 def test_kept_mass_of_a_uniform_model_is_that_of_the_formula() -> None:
-    family = Family({"1b": network(1, 1, scale=0.0), "2b": network(2, 2)}, 27, 28, LENGTH, Text8Tokenizer(), "uniform")
+    uniform = network(1, 1)
+    uniform.output_layer.linear.weight.data.zero_()
+    family = Family({"1b": uniform, "2b": network(2, 2)}, 27, 28, LENGTH, Text8Tokenizer(), "uniform")
     rows_nL = np.zeros((4, LENGTH), dtype=np.int64)
     steps = 2**22
     kept = mdlm_experiments.kept_mass(family, "1b", steps, rows_nL, seed=0)
