@@ -39,6 +39,13 @@ def wrapped(notes: Iterable[str], width: int, indent: str = "") -> list[str]:
     return [line for note in notes for line in textwrap.wrap(note, width, subsequent_indent=indent)]
 
 
+def note(text: str, prose: bool = False) -> None:
+    """Print to standard error: standard output is for results. In a terminal `prose` is broken between words; commands
+    are not, so that they can be pasted."""
+    lines = wrapped([text], terminal_width()) if prose and sys.stderr.isatty() else [text]
+    print(printable("\n".join(lines), sys.stderr), file=sys.stderr)
+
+
 def table(
     head: Sequence[str],
     rows: Sequence[Sequence[str]],

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from relaylm.console import progress_bar
+from relaylm.console import note, progress_bar
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure.likelihood import without_mask
@@ -329,7 +329,7 @@ def main() -> int:
 
         cli_evaluate()
     except UserError as error:
-        print(f"relaylm: {error}", file=sys.stderr)
+        note(f"relaylm: {error}")
         return 2
     return 0
 

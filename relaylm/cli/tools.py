@@ -9,19 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from relaylm.console import Bar, progress_bar, terminal_width, wrapped
+from relaylm.console import Bar, note, progress_bar
 from relaylm.errors import UserError, printable, reason
 from relaylm.files import atomic_write, expand, read_object
 
 Result = dict[str, Any]
 DEFAULT_FAMILY = "wiki-bpe"
-
-
-def note(text: str, prose: bool = False) -> None:
-    """Print to standard error: standard output is for results. In a terminal `prose` is broken between words; commands
-    are not, so that they can be pasted."""
-    lines = wrapped([text], terminal_width()) if prose and sys.stderr.isatty() else [text]
-    print(printable("\n".join(lines), sys.stderr), file=sys.stderr)
 
 
 def chosen(args: argparse.Namespace, names: str) -> dict[str, Any]:

@@ -6,12 +6,11 @@ that is made of something else (training, timing) is estimated from its own firs
 
 from __future__ import annotations
 
-import sys
 import time
 
 import torch
 
-from relaylm.console import terminal_width, wrapped
+from relaylm.console import note
 from relaylm.models.family import Family
 from relaylm.sampling.engine import settings
 
@@ -48,9 +47,7 @@ def in_words(seconds: float) -> str:
 def say(what: str, seconds: float | None, hint: str = "") -> None:
     """Write on standard error how long work will take, if that is over half a minute, and how to make it shorter."""
     if seconds is not None and seconds >= SHORT:
-        text = f"{what}: {in_words(seconds)} on this machine{hint and f'; {hint}'}"
-        lines = wrapped([text], terminal_width()) if sys.stderr.isatty() else [text]
-        print(*lines, sep="\n", file=sys.stderr, flush=True)
+        note(f"{what}: {in_words(seconds)} on this machine{hint and f'; {hint}'}", prose=True)
 
 
 def announce(

@@ -65,11 +65,10 @@ class Queue:
         """The next batch. A leading row decides the model and the shape, and the other places go to rows that want the
         same, first those with the furthest to go until they change model.
 
-        Where models serve long stretches, the leader is the row with the most changes of model ahead. So all rows cross
-        from one model to the next together and finish together, and batches are full all the way: with two batches'
-        worth of rows a sandwich leaves a few places in a thousand empty. Where models alternate quickly, or what is to
-        come is not known, it is the row with the most left to do, and a full batch of others goes first unless that row
-        alone decides how long the rest takes."""
+        Where models serve long stretches, the leader is the row with the most changes of model ahead: all rows cross
+        from one model to the next together, and batches are full all the way. Where models alternate quickly, or what
+        is to come is not known, it is the row with the most left to do, and a full batch of others goes first unless
+        that row alone decides how long the rest takes."""
         pool = self.pool
         if not len(pool):
             return None

@@ -141,7 +141,7 @@ def search(
         if problem.pairs is None:
             problem.notes.append("no table of pairs (relaylm pairs --keep), so spaced plans were left out")
     if progress and cluster is None and unit == "flops":
-        _announce(problem, method, n, confirm, rows, quick, batch, int(length))
+        _announce(problem, method, n, confirm, rows, quick)
     way: Tune | Exhaustive | Evolve
     if method == "exhaustive":
         limit = None if budget is None else limits(problem, budget, None)[0]
@@ -161,28 +161,20 @@ def search(
     return {**about, **found, "calls": trials.spent.to_json(), "seconds": time.monotonic() - began, "notes": notes}
 
 
-def _announce(
-    problem: Problem,
-    method: str,
-    n: int | None,
-    confirm: int | None,
-    rows: int | None,
-    quick: bool,
-    batch: int,
-    length: int,
-) -> None:
+def _announce(problem: Problem, method: str, n: int | None, confirm: int | None, rows: int | None, quick: bool) -> None:
     """Say how long the search will take at most, before it begins: samples are counted as all-heavy ones."""
     family, hint = problem.family, "--quick takes far less, --rows, --length and --time-limit make it shorter"
     if quick:
         calls, hint = 64 * DRAWS * len(problem.models), "--length makes it shorter"
-        return announce_calls(family, "a quick search", calls, length, hint)
+        return announce_calls(family, "a quick search", calls, problem.length, hint)
     if method == "tune":
         samples = (rows or ROWS) + (confirm or 0)
     else:
         schedules = math.comb(problem.segments, problem.segments // 2) if method == "exhaustive" else 200
         samples = schedules * (n or 160) // 10 + (confirm or 1600)
         hint = "-n, --confirm and --time-limit make it shorter"
-    announce(family, f"at most {samples:,} samples", samples * problem.all_heavy, length, batch, hint)
+    what, batch = f"at most {samples:,} samples", problem.trials.batch
+    announce(family, what, samples * problem.all_heavy, problem.length, batch, hint)
 
 
 def _check_question(
