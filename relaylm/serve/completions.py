@@ -29,15 +29,16 @@ class Completion:
         rows = len(self.leads)
         self.logprobs: list[dict[int, float | None]] = [{} for _ in range(rows)]  # by position
         self.texts, self.shown = [""] * rows, [""] * rows
+        self.fresh: Sequence[int] = ()  # rows that the last event changed
         self.done: dict[str, Any] = {}
 
     def take(self, name: str, event: dict[str, Any]) -> None:
         """Take note of an event."""
         if name == "written":
             self.logprobs[event["row"]].update(zip(event["positions"], event["logprobs"], strict=True))
-            self.texts[event["row"]] = event["finished"]
+            self.texts[event["row"]], self.fresh = event["finished"], [event["row"]]
         elif name == "done":
-            self.done, self.texts = event, event["completions"]
+            self.done, self.texts, self.fresh = event, event["completions"], range(len(self.texts))
 
     def body(self) -> dict[str, Any]:
         """The whole answer."""
@@ -45,12 +46,12 @@ class Completion:
         return {**self.frame, "choices": choices, "usage": self.done["usage"], "relaylm": self.done["relaylm"]}
 
     def chunks(self) -> Iterator[dict[str, Any]]:
-        """What can be sent now and was not sent before. Text that may become a stop is held back, and half a
-        character. Many clients look into the first choice of every chunk, so what concerns the whole answer comes with
-        the last row's end, and in a chunk without choices only what was asked for so."""
+        """What the last event lets be sent. Text that may become a stop is held back, and half a character. Many
+        clients look into the first choice of every chunk, so what concerns the whole comes with the last row's end, and
+        in a chunk without choices only what was asked for so."""
         last, longest = bool(self.done), max(map(len, self.ask.stop), default=1) - 1
-        for row, shown in enumerate(self.shown):
-            cut, stopped = self._cut(row)
+        for row in self.fresh:
+            shown, (cut, stopped) = self.shown[row], self._cut(row)
             if not last:  # a stop that began before the one found may be completed by what comes
                 cut = cut[: max(len(self.texts[row].rstrip("\ufffd")) - longest, 0)]
             if not last and (cut == shown or not cut.startswith(shown)):

@@ -407,6 +407,18 @@ def test_the_log_says_what_a_request_cost(running: Running, caplog: pytest.LogCa
     assert ASK["prompt"] not in caplog.text
 
 
+def test_prompts_are_in_the_log_where_that_is_asked_for(family: Family, caplog: pytest.LogCaptureFixture) -> None:
+    one = Running(family, Settings(log_prompts=True))
+    try:
+        with caplog.at_level(logging.INFO, "relaylm.serve"):
+            assert one.client.post("/v1/denoise", json={**ASK, "stream": False}).status_code == 200
+            assert one.client.post("/v1/denoise", json={**ASK, "prompt": "?", "steps": 0}).status_code == 400
+    finally:
+        one.close()
+    bodies = [vars(record)["facts"]["body"] for record in caplog.records]
+    assert [body["prompt"] for body in bodies] == [ASK["prompt"], "?"]
+
+
 def test_who_takes_too_long_is_told_so(family: Family) -> None:
     one = Running(family, timeout=0.01)
     try:
