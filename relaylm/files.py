@@ -11,6 +11,7 @@ import contextlib
 import glob
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -245,9 +246,27 @@ def read_bytes(path: Path) -> bytes:
         raise UserError(f"cannot read {path}: {reason(error)}") from None
 
 
+def plain(value: Any) -> Any:
+    """A value that JSON can hold, which has neither infinity nor NaN: infinity becomes "inf", NaN becomes null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(float(value))
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def with_infinities(value: Any) -> Any:
+    """What `plain` was given, but for NaN: a value of JSON in which "inf" and "-inf" are numbers."""
+    if isinstance(value, str) and value in ("inf", "-inf"):
+        return float(value)
+    if isinstance(value, dict):
+        return {key: with_infinities(item) for key, item in value.items()}
+    return [with_infinities(item) for item in value] if isinstance(value, list) else value
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as indented JSON, whole or not at all."""
-    atomic_write(path, json.dumps(value, indent=1) + "\n")
+    """Write a value as indented JSON (see `plain`), whole or not at all."""
+    atomic_write(path, json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:

@@ -7,7 +7,7 @@ import argparse
 from relaylm.cli import tools
 from relaylm.cli.options import add_shared, at_least_2, counts_type
 from relaylm.errors import UserError
-from relaylm.files import expand, read_object
+from relaylm.files import expand, read_object, with_infinities
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> tools.Result:
     """Measure the grid, or read it; show, draw and write it."""
     from relaylm.studies.compose import view
 
-    result = measured(args) if args.recorded is None else read_object(expand(args.recorded))
+    result = measured(args) if args.recorded is None else with_infinities(read_object(expand(args.recorded)))
     if result.get("kind") != "compose":
         raise UserError(f"{args.recorded} is not what `relaylm compose --json` writes")
     tools.show(args, view.render(result))

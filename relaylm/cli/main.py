@@ -14,7 +14,6 @@ import argparse
 import errno
 import io
 import json
-import math
 import os
 import sys
 import tomllib
@@ -26,7 +25,7 @@ from relaylm import __version__
 from relaylm.cli.options import add_shared
 from relaylm.cli.tools import check_plot, check_writable, note, write_text
 from relaylm.errors import UserError, meant, reason
-from relaylm.files import expand
+from relaylm.files import expand, plain
 
 COMMANDS = (
     *("sample", "info", "ls", "compare", "compose", "cost", "importance", "pairs", "search"),
@@ -134,19 +133,11 @@ def _parsed(parser: argparse.ArgumentParser, commands: Mapping[str, Any], argv: 
 
 def write_json(path: str, value: Any) -> None:
     """Valid JSON (infinity as text) to a file, or to standard output for -."""
-    text = json.dumps(_finite(value), indent=1, default=str, allow_nan=False) + "\n"
+    text = json.dumps(plain(value), indent=1, default=str, allow_nan=False) + "\n"
     if path == "-":
         sys.stdout.write(text)
     else:
         write_text(path, text)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return {math.inf: "inf", -math.inf: "-inf"}.get(value)
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -78,7 +78,7 @@ def compare(
     progress: bool = True,
 ) -> dict[str, Any]:
     """Sample n rows under each schedule, judge them, and compare. Returns plain JSON values that show
-    themselves as a table.
+    themselves as a table; a perplexity may be infinite, which `--json` and the store write as "inf".
 
     `prompts` are texts (row r gets prompt r mod their number) or an array of token ids with -1 where free; perplexity
     is then that of the continuation, with `*_everything` beside it. `judge` and `recipe` as in `judge`. `bound` adds
@@ -165,7 +165,7 @@ def _row(evaluator: Evaluator, entry: Entry, drawn: Drawn, scores: Scores) -> di
         **figures(family, drawn.tokens_nL, scores, evaluator.given_nL, evaluator.prompts),
         "cut_tokens": int(scores.cut_n.sum()),
         **drawn.costs(family.names),
-        "log_ppls": [metrics.finite(value) for value in log_perplexity(scores)],
+        "log_ppls": [None if math.isnan(value) else value for value in log_perplexity(scores).tolist()],
     }
 
 
@@ -221,15 +221,17 @@ def relate(
     alone = [Entry(name, one_model(name), base_steps(entries), "anchor").identity for name in (heavy, light)]
     identities = [entry.identity for entry in entries]
     h, l = (identities.index(identity) for identity in alone)
-    ppl_Sn = np.exp(log_Sn)
+    ppl_Sn = metrics.exponential(log_Sn)
     shared_n = np.isfinite(ppl_Sn).all(axis=0)
-    mean_RS = metrics.resampling_weights(int(shared_n.sum())) @ ppl_Sn[:, shared_n].T
-    gap, gap_R = rows[l]["gen_ppl"] - rows[h]["gen_ppl"], mean_RS[:, l] - mean_RS[:, h]
+    some = shared_n if shared_n.any() else np.ones_like(shared_n)
+    mean_RS = metrics.resampling_weights(int(some.sum())) @ np.where(shared_n, ppl_Sn, 0.0)[:, some].T
+    own, gap_R = [row["gen_ppl"] for row in rows], mean_RS[:, l] - mean_RS[:, h]
+    gap = own[l] - own[h] if math.isfinite(own[l]) and math.isfinite(own[h]) else 0.0  # of infinities there is none
     depths = {name: getattr(model, "depth", None) for name, model in family.models.items()}
     for s, (row, entry) in enumerate(zip(rows, entries, strict=True)):
         row["gap_paid"] = row["gap_paid_ci"] = None
-        if h != l and gap > 0:
-            row["gap_paid"] = (row["gen_ppl"] - rows[h]["gen_ppl"]) / gap
+        if h != l and gap > 0 and math.isfinite(own[s]):
+            row["gap_paid"] = (own[s] - own[h]) / gap
             with np.errstate(divide="ignore", invalid="ignore"):
                 paid_R = (mean_RS[:, s] - mean_RS[:, h]) / gap_R
             clear = (gap_R > 0).mean() > 0.975  # else the gap itself is in doubt
@@ -256,11 +258,13 @@ def comparisons(rows: Sequence[dict[str, Any]], log_Sn: np.ndarray) -> dict[str,
         item |= {"reference": rows[0]["schedule"], "p_holm": p}
     for row, place in zip(rows, metrics.ranks(log_Sn), strict=True):
         row |= place
+    finite_Sn, infinite_S = np.where(np.isinf(log_Sn), math.nan, log_Sn), np.isinf(log_Sn).sum(axis=1)
     needed: list[list[int | None]] = [[None] * len(rows) for _ in rows]
     for i, j in itertools.permutations(range(len(rows)), 2):
-        d = log_Sn[i] - log_Sn[j]
+        d = finite_Sn[i] - finite_Sn[j]
         d = d[np.isfinite(d)]
-        needed[i][j] = metrics.samples_needed(float(d.mean()), float(d.std(ddof=1)))
+        if len(d) > 1 and infinite_S[i] == infinite_S[j]:
+            needed[i][j] = metrics.samples_needed(float(d.mean()), float(d.std(ddof=1)))
     contests = []
     for (s, row), (r, other) in itertools.product(enumerate(rows), enumerate(rows)):
         if row["schedule"] in other["rival_of"]:
@@ -285,11 +289,11 @@ def verdict(result: Mapping[str, Any]) -> str:
         return "The equal-compute rivals were left out." if mixed else "No mixed schedule, so no equal-compute rival."
 
     def show(item: Mapping[str, Any]) -> str:
-        margin = (item["ci"][1] - item["ci"][0]) / 2
         flops = "" if item["flops_ratio"] is None else f" at {item['flops_ratio']:.1%} of its FLOPs"
         return (
-            f"{item['rival']} ({item['what']}) against {item['schedule']}: {item['difference']:+.4f} ± {margin:.4f} "
-            f"in log-perplexity{flops}, entropy {item['entropy_difference']:+.3f}"
+            f"{item['rival']} ({item['what']}) against {item['schedule']}: "
+            f"{_plus_minus(item['difference'], item['ci'], '+.4f', ' ± ')} in log-perplexity{flops}, "
+            f"entropy {item['entropy_difference']:+.3f}"
         )
 
     winners = sorted((item for item in contests if item["outcome"] == "wins"), key=lambda item: item["difference"])
@@ -383,14 +387,17 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     sizes = ", ".join(f"{name} {count / 1e6:.3g}M" for name, count in result.get("parameters", {}).items())
     about += f"; parameters: {sizes}" if sizes else ""
     notes = [f"note: {note}" for note in result.get("store_notes", [])]
+    infinite = sum(x == math.inf for row in rows for x in row.get("log_ppls", []))
+    if infinite:
+        notes += [f"note: {infinite} samples have infinite perplexity: the judge says that they cannot be"]
     unscored = sum(row["unscored"] for row in rows)
     notes += [f"note: {unscored} samples have a single token and so no perplexity"] if unscored else []
     return [about, *notes]
 
 
-def _plus_minus(value: float, ci: Sequence[float | None], form: str) -> str:
+def _plus_minus(value: float, ci: Sequence[float | None], form: str, sign: str = "±") -> str:
     low, high = ci
-    margin = "" if low is None or high is None else f"±{(high - low) / 2:{form.lstrip('+')}}"
+    margin = "" if low is None or high is None else f"{sign}{(high - low) / 2:{form.lstrip('+')}}"
     return f"{value:{form}}{margin}"
 
 

@@ -29,6 +29,7 @@ import torch
 from relaylm.console import progress_bar
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError, whole
+from relaylm.files import plain, with_infinities
 from relaylm.measure import metrics
 from relaylm.measure.judge import Judge, Scores, score, weights_digest
 from relaylm.measure.store import Store, cached, content_key
@@ -431,12 +432,12 @@ class Evaluator:
             given = self._given(start, rows), self._prompts(start, rows)
             found = judge_rows(self.family, self.judge, part.tokens_nL, *given, self.recipe)
             about = {"schedule": str(spec.schedule), "steps": steps_json(spec.steps), "first_row": start}
-            sums = {name: getattr(found, f"{name}_n").tolist() for name in SCORES}
+            sums = {name: plain(getattr(found, f"{name}_n").tolist()) for name in SCORES}
             return {"kind": "scores", **about, "judge": self.judge.name, "recipe": self.recipe, **sums}
 
         record = cached(self.store, self._score_key(start, part), judged, self.fresh)
         with contextlib.nullcontext() if self.store is None else self.store.using():
-            sums = [np.array(record[name]) for name in SCORES]
+            sums = [np.array(with_infinities(record[name])) for name in SCORES]
             if any(array.shape != (rows,) or array.dtype.kind not in "fib" for array in sums):
                 raise ValueError("its scores are not those of its rows")
         return sums

@@ -164,7 +164,7 @@ def _curve(
         return np.stack([item.kl_PN[pairs.index(which)] for item in found]) * each_TN
 
     light_TN, heavy_TN, kl_TN = loss(light), loss(heavy), kl(pair)
-    signed_TN = light_TN - heavy_TN
+    signed_TN = difference(light_TN, heavy_TN)
     out: dict[str, Any] = {
         "light": light,
         "heavy": heavy,
@@ -190,25 +190,34 @@ def _curve(
     for model, own_TN, end in ((light, light_TN, "_light_base"), (heavy, heavy_TN, "_base")):
         if (twin := (TWIN + model, model)) not in pairs:
             continue
-        base_TN, wobble_TN = kl(twin), np.abs(loss(twin[0]) - own_TN)
+        base_TN, wobble_TN = kl(twin), np.abs(difference(loss(twin[0]), own_TN))
         out |= _means(f"kl{end}", base_TN, skewed=True) | _means(f"abs_loss_diff{end}", wobble_TN, skewed=True)
         if end != "_base":
             continue
-        out |= _means("kl_relative", kl_TN - base_TN) | _means("abs_loss_diff_relative", np.abs(signed_TN) - wobble_TN)
-        out |= _peak("peak_t_relative", kl_TN - base_TN, times, weights_RN)
+        relative_TN = difference(kl_TN, base_TN)
+        out |= _means("kl_relative", relative_TN)
+        out |= _means("abs_loss_diff_relative", difference(np.abs(signed_TN), wobble_TN))
+        out |= _peak("peak_t_relative", relative_TN, times, weights_RN)
     return out
 
 
+def difference(x_TN: np.ndarray, y_TN: np.ndarray) -> np.ndarray:
+    """x - y; NaN where both are infinite, which have no difference."""
+    both_TN = np.isinf(x_TN) & np.isinf(y_TN)
+    return np.where(both_TN, math.nan, x_TN) - np.where(both_TN, math.nan, y_TN)
+
+
 def _means(name: str, x_TN: np.ndarray, skewed: bool = False) -> dict[str, Any]:
-    """Mean over the rows that have a value, and its interval, at each time; None where no row has one."""
+    """Mean over the rows that have a value, and its interval, at each time; None where no row has one. The mean of an
+    infinite value is infinite, and has no interval."""
     value: list[float | None] = []
     ci: list[list[float | None]] = []
     for x_N in x_TN:
-        x = x_N[np.isfinite(x_N)]
+        x = x_N[~np.isnan(x_N)]
         found = metrics.mean_estimate(x, skewed) if len(x) else metrics.Estimate(*(math.nan,) * 3)
         # What is skewed here cannot be negative.
-        low = max(found.low, 0.0) if skewed else found.low
-        value.append(metrics.finite(found.value))
+        low = max(found.low, 0.0) if skewed and math.isfinite(found.value) else found.low
+        value.append(None if math.isnan(found.value) else found.value)
         ci.append([metrics.finite(low), metrics.finite(found.high)])
     return {name: value, f"{name}_ci": ci}
 

@@ -125,6 +125,10 @@ def score(
             keep = np.flatnonzero(weight[1:])
             new = written[r][start + 1 : stop][keep]
             nll = nll_BL[b, keep]
+            if np.isnan(nll).any() or np.isneginf(nll).any():
+                raise UserError(
+                    f"the judge {judge.name} gave a score that is not a number: its weights are damaged, or overflow"
+                )
             nll_n[r] += nll.sum()
             count_n[r] += len(keep)
             written_nll_n[r] += nll[new].sum()

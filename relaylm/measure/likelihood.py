@@ -21,7 +21,8 @@ a uniform choice among them). `schedule_likelihood` computes it for many schedul
 
 **Causal models** (judges): the mean of -log p(x_l | x_<l) over all positions but the first, which is given.
 
-Everything is in bits per symbol (token); perplexity is 2^bits.
+Everything is in bits per symbol (token); perplexity is 2^bits. Where a model gives a token of the text no probability
+the bound is infinite, and has no interval. A loss that is not a number is refused.
 
 **Memory.** Networks run a batch at a time. There is never a B x L x V tensor of a model that has a trunk and a head.
 
@@ -140,7 +141,7 @@ def masked_sums(
             nll_KN[:, part], kl_PN[:, part] = nll_KB.cpu().numpy(), kl_PB.cpu().numpy()
             if on_rows is not None:
                 on_rows(part.stop, rows)
-    return MaskedSums(masked_NL.sum(axis=1), nll_KN, kl_PN)
+    return MaskedSums(masked_NL.sum(axis=1), check_losses(nll_KN), kl_PN)
 
 
 def _logits_at(model: Any, noisy_BL: Tensor, t_B: Tensor) -> Callable[[Tensor], Tensor]:
@@ -190,12 +191,28 @@ class Bound:
 
     def to_json(self) -> dict[str, Any]:
         """All of it, with the perplexity and its interval."""
-        return {**asdict(self), "perplexity": 2.0**self.bits, "perplexity_interval": [2.0**self.low, 2.0**self.high]}
+        interval = [perplexity_of(self.low), perplexity_of(self.high)]
+        return {**asdict(self), "perplexity": perplexity_of(self.bits), "perplexity_interval": interval}
+
+
+def perplexity_of(bits: float) -> float:
+    """2^bits, infinite where no float64 holds it."""
+    return 2.0**bits if bits < 1024 else math.inf
 
 
 def in_words(bits: float, low: float, high: float) -> str:
     """A bound as a line of text."""
-    return f"{bits:.4f} bits per symbol (95%: {low:.4f} to {high:.4f}), perplexity {2.0**bits:.4g}"
+    if math.isinf(bits):
+        return "infinitely many bits per symbol: a token of the text has no probability, so the perplexity is infinite"
+    interval = f"95%: {low:.4f} to {high:.4f}" if math.isfinite(high - low) else "one row has no interval"
+    return f"{bits:.4f} bits per symbol ({interval}), perplexity {perplexity_of(bits):.4g}"
+
+
+def check_losses(nats: np.ndarray) -> np.ndarray:
+    """Losses, of which none may be NaN; infinity is a loss."""
+    if np.isnan(nats).any():
+        raise UserError("a model gave logits that are not finite: its weights are damaged or overflow this precision")
+    return nats
 
 
 @checked
@@ -306,7 +323,9 @@ def _autocast(device: torch.device, precision: str) -> torch.autocast:
 def _interval(nats_N: np.ndarray, symbols_N: np.ndarray, draws: int) -> Bound:
     """Total over total (rows may differ in length), and the ratio's standard error."""
     n, symbols = len(nats_N), int(symbols_N.sum())
-    mean = nats_N.sum() / symbols
+    mean = check_losses(nats_N).sum() / symbols
+    if math.isinf(mean):
+        return Bound(math.inf, -math.inf, math.inf, n, symbols, draws)
     spread = math.sqrt(((nats_N - mean * symbols_N) ** 2).sum() / (n - 1) * n) / symbols if n > 1 else math.inf
     bits, margin = mean / math.log(2), 1.96 * spread / math.log(2)
     return Bound(float(bits), float(bits - margin), float(bits + margin), n, symbols, draws)

@@ -17,31 +17,40 @@ ratio of sums: its interval is that of a ratio, on the log scale.
 **Paired differences.** Under common random numbers row r of two schedules shares its plan, so the mean of d_r =
 l_r - l'_r has a far smaller error than two separate means. Its interval is Student's t, with the bootstrap's beside it.
 
+**Infinite log-perplexities.** l_r is infinite where a judge gives what was written no probability. Means are infinite
+then, and have no interval. In a comparison a row that is infinite under both schedules says nothing, as two infinities
+have no difference, and is left out; one that is infinite under one alone outweighs all finite rows, so schedules with
+different numbers of those differ by infinity. Whether that may be chance is an exact sign test of these numbers.
+
 Shapes: n rows, L positions, S schedules, R bootstrap resamples.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+from scipy.special import bdtr, stdtr, stdtrit
 
 from relaylm.errors import UserError
 
 LEVEL, POWER = 0.95, 0.8
 RESAMPLES = 2000
+LARGE = 1e75  # above it the fourth power of a number is no float64
+LARGEST_POWER = math.log(sys.float_info.max)
+Interval = tuple[np.ndarray, np.ndarray, np.ndarray]  # mean, lower and upper end
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its 95% interval (infinite where one row is all there is)."""
+    """A figure and its 95% interval (infinite where one row is all there is, or where the figure is infinite)."""
 
     value: float
     low: float
@@ -71,8 +80,10 @@ def mean_estimate(x_n: np.ndarray, skewed: bool = False) -> Estimate:
     return Estimate(*(float(v) for v in interval(np.asarray(x_n, dtype=np.float64))))
 
 
-def mean_interval(x_Xn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def mean_interval(x_Xn: np.ndarray) -> Interval:
     """Mean, lower and upper end of Student's interval along the last axis."""
+    if (scaled := _scaled(mean_interval, x_Xn)) is not None:
+        return scaled
     n = x_Xn.shape[-1]
     mean = x_Xn.mean(axis=-1)
     if n < 2:
@@ -81,8 +92,10 @@ def mean_interval(x_Xn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return mean, mean - margin, mean + margin
 
 
-def skewed_mean_interval(x_Xn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def skewed_mean_interval(x_Xn: np.ndarray) -> Interval:
     """Mean and interval of skewed rows along the last axis: Hall's transformation of t (see the top of this file)."""
+    if (scaled := _scaled(skewed_mean_interval, x_Xn)) is not None:
+        return scaled
     n = x_Xn.shape[-1]
     mean = x_Xn.mean(axis=-1)
     if n < 3:
@@ -104,11 +117,34 @@ def skewed_mean_interval(x_Xn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
     return mean, mean - error * invert(quantile), mean - error * invert(-quantile)
 
 
+def _scaled(interval: Callable[[np.ndarray], Interval], x_Xn: np.ndarray) -> Interval | None:
+    """The interval of rows that hold infinity, or numbers whose cubes no float64 can hold; None of all others. An
+    infinite mean has no interval: its ends are infinite."""
+    size = np.abs(x_Xn).max(initial=0.0, where=np.isfinite(x_Xn))
+    infinite_Xn = np.isinf(x_Xn)
+    if size < LARGE and not infinite_Xn.any():
+        return None
+    unit = 2.0 ** (math.frexp(size)[1] - 1) if size >= LARGE else 1.0  # no square or sum of x / unit overflows
+    found = interval(np.where(infinite_Xn, 0.0, x_Xn / unit))
+    most = sys.float_info.max / unit
+    found = [np.where(np.abs(x) > most, np.copysign(math.inf, x), x) * unit for x in found]
+    up, down = (infinite_Xn & (x_Xn > 0)).any(axis=-1), (infinite_Xn & (x_Xn < 0)).any(axis=-1)
+    infinite, none = np.where(up & down, math.nan, np.where(up, math.inf, -math.inf)), up | down
+    ends = (infinite, np.array(-math.inf), np.array(math.inf))
+    mean, low, high = (np.where(none, end, x) for end, x in zip(ends, found, strict=True))
+    return mean, low, high
+
+
+def exponential(x: np.ndarray) -> np.ndarray:
+    """e to the power of each number, infinite where no float64 holds it."""
+    return np.exp(np.where(x > LARGEST_POWER, math.inf, x))
+
+
 def ratio_estimate(sum_n: np.ndarray, count_n: np.ndarray) -> Estimate:
     """sum / count over all rows, and the interval of a ratio of sums (rows are independent, tokens are not)."""
     n, total = len(sum_n), float(count_n.sum())
     ratio = float(sum_n.sum()) / total
-    if n < 2:
+    if n < 2 or math.isinf(ratio):
         return Estimate(ratio, -math.inf, math.inf)
     error = math.sqrt(float(((sum_n - ratio * count_n) ** 2).sum()) * n / (n - 1)) / total
     margin = stdtrit(n - 1, (1 + LEVEL) / 2) * error
@@ -125,6 +161,10 @@ def resampling_weights(n: int, resamples: int = RESAMPLES) -> np.ndarray:
     return counts / n
 
 
+def _power(x: float) -> float:
+    return math.exp(x) if x <= LARGEST_POWER else math.inf
+
+
 def perplexity(nll_n: np.ndarray, count_n: np.ndarray) -> dict[str, Any]:
     """Both perplexities of the rows that have scored tokens, with intervals; `unscored` counts the rows that have none
     (a text of a single token)."""
@@ -134,12 +174,28 @@ def perplexity(nll_n: np.ndarray, count_n: np.ndarray) -> dict[str, Any]:
     log_n = nll_n[scored_n] / count_n[scored_n]
     corpus = ratio_estimate(nll_n[scored_n], count_n[scored_n].astype(np.float64))
     return {
-        **mean_estimate(np.exp(log_n), skewed=True).named("gen_ppl"),
-        "corpus_ppl": math.exp(corpus.value),
-        "corpus_ppl_ci": [math.exp(v) if math.isfinite(v) else None for v in (corpus.low, corpus.high)],
+        **mean_estimate(exponential(log_n), skewed=True).named("gen_ppl"),
+        "corpus_ppl": _power(corpus.value),
+        "corpus_ppl_ci": [finite(_power(v)) if math.isfinite(v) else None for v in (corpus.low, corpus.high)],
         **mean_estimate(log_n).named("log_ppl"),
         "unscored": int((~scored_n).sum()),
     }
+
+
+def standing(log_n: np.ndarray) -> tuple[float, float]:
+    """What schedules are ordered by, the best first, on rows that all share: the share of rows with infinite
+    log-perplexity, and the mean of the others. Rows without a score are left out."""
+    finite_n = np.isfinite(log_n)
+    infinite = int(np.isinf(log_n).sum())
+    if not finite_n.any():
+        return (1.0, 0.0) if infinite else (math.nan, math.nan)
+    return infinite / (infinite + int(finite_n.sum())), float(np.nanmean(np.where(np.isinf(log_n), math.nan, log_n)))
+
+
+def mean_perplexity(log_n: np.ndarray) -> float:
+    """The mean perplexity of the rows that have a score; NaN if there is none."""
+    scored_n = ~np.isnan(log_n)
+    return mean_estimate(exponential(log_n[scored_n])).value if scored_n.any() else math.nan
 
 
 # ------------------------------------------------------------------------------------------------ what texts are like
@@ -227,12 +283,23 @@ def mauve_package() -> Any:
 
 def paired_difference(log_n: np.ndarray, reference_n: np.ndarray) -> dict[str, Any]:
     """The mean of log_n - reference_n: t interval, bootstrap interval, p-value of no difference, and the number of
-    rows needed to detect a difference of this size (80% power). Rows without a score in either are left out."""
-    both_n = np.isfinite(log_n) & np.isfinite(reference_n)
-    d_n = (log_n - reference_n)[both_n]
-    n = len(d_n)
-    if not n:
+    rows needed to detect a difference of this size (80% power). Rows without a score in either are left out; of
+    infinite ones see the top of this file."""
+    scored_n = ~(np.isnan(log_n) | np.isnan(reference_n))
+    if not scored_n.any():
         raise UserError("no row has a score under both schedules, so they cannot be compared")
+    infinite_n, reference_infinite_n = np.isinf(log_n), np.isinf(reference_n)
+    worse = int((scored_n & infinite_n & ~reference_infinite_n).sum())
+    better = int((scored_n & ~infinite_n & reference_infinite_n).sum())
+    both_n = scored_n & ~infinite_n & ~reference_infinite_n
+    d_n = log_n[both_n] - reference_n[both_n]
+    n = len(d_n)
+    if worse != better or not n:
+        p = min(1.0, 2 * float(bdtr(min(worse, better), worse + better, 0.5)))
+        difference = math.copysign(math.inf, worse - better) if worse != better else 0.0
+        unknown: dict[str, Any] = {"ci": [None, None], "bootstrap_ci": [None, None], "sd": None}
+        rows = n + worse + better
+        return _tested(difference, p, rows, None, unknown)
     mean, low, high = (float(v) for v in mean_interval(d_n))
     spread = float(d_n.std(ddof=1)) if n > 1 else math.inf
     error = spread / math.sqrt(n)
@@ -241,22 +308,19 @@ def paired_difference(log_n: np.ndarray, reference_n: np.ndarray) -> dict[str, A
     else:
         p = 0.0 if error == 0 else float(2 * stdtr(n - 1, -abs(mean / error)))
     boot = np.quantile(resampling_weights(n) @ d_n, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return {
-        "difference": mean,
-        "ci": [finite(low), finite(high)],
-        "bootstrap_ci": [float(v) for v in boot],
-        "sd": finite(spread),
-        "p": p,
-        "rows": n,
-        "differs": bool(p < 1 - LEVEL),
-        "samples_needed": samples_needed(mean, spread),
-    }
+    ends = {"ci": [finite(low), finite(high)], "bootstrap_ci": [float(v) for v in boot], "sd": finite(spread)}
+    return _tested(mean, p, n, samples_needed(mean, spread), ends)
+
+
+def _tested(difference: float, p: float, rows: int, needed: int | None, ends: dict[str, Any]) -> dict[str, Any]:
+    tested = {"p": p, "rows": rows, "differs": bool(p < 1 - LEVEL), "samples_needed": needed}
+    return {"difference": difference, **ends, **tested}
 
 
 def samples_needed(difference: float, sd: float) -> int | None:
     """Paired rows needed to detect a difference of two schedules at the 5% level with 80% power, if the difference
     and the standard deviation of the rows' differences are as given; None if there is no difference to detect."""
-    if difference == 0 or not math.isfinite(sd):
+    if difference == 0 or not math.isfinite(difference) or not math.isfinite(sd):
         return None
     z = NormalDist().inv_cdf((1 + LEVEL) / 2) + NormalDist().inv_cdf(POWER)
     n = max(2, math.ceil((z * sd / difference) ** 2))
@@ -280,11 +344,18 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def ranks(log_Sn: np.ndarray) -> list[dict[str, Any]]:
     """Place of each schedule by mean log-perplexity (1 is best), its 95% bootstrap interval over the rows that all
-    share, and the chance that it is best."""
-    x_Sn = log_Sn[:, np.isfinite(log_Sn).all(axis=0)]
-    if not x_Sn.shape[1]:
+    share, and the chance that it is best. Among infinite means fewer infinite rows are better, and then the mean of the
+    rows that are finite under all."""
+    x_Sn = log_Sn[:, ~np.isnan(log_Sn).any(axis=0)]
+    n = x_Sn.shape[1]
+    if not n:
         raise UserError("no row has a score under every schedule, so they cannot be ranked")
-    place_RS, place_S = _places(resampling_weights(x_Sn.shape[1]) @ x_Sn.T), _places(x_Sn.mean(axis=1)[None])[0]
+    infinite_Sn = np.isinf(x_Sn)
+    x_Sn = np.where(infinite_Sn.any(axis=0), 0.0, x_Sn) if infinite_Sn.any() else x_Sn
+    weights_Rn = resampling_weights(n)
+    often_RS = np.rint(weights_Rn @ infinite_Sn.T.astype(np.float32) * n)
+    place_RS = _places(weights_Rn @ x_Sn.T, often_RS)
+    place_S = _places(x_Sn.mean(axis=1)[None], infinite_Sn.sum(axis=1)[None])[0]
     low_S, high_S = np.quantile(place_RS, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
     best_S = (place_RS == 1).mean(axis=0)
     return [
@@ -293,6 +364,8 @@ def ranks(log_Sn: np.ndarray) -> list[dict[str, Any]]:
     ]
 
 
-def _places(x_RS: np.ndarray) -> np.ndarray:
-    """1 for the smallest of each row; equals share the better place."""
-    return 1 + (x_RS[:, None, :] < x_RS[:, :, None]).sum(axis=2)
+def _places(x_RS: np.ndarray, infinite_RS: np.ndarray) -> np.ndarray:
+    """1 for the smallest of each row, the one with the fewest infinities first; equals share the better place."""
+    fewer_RSS = infinite_RS[:, None, :] < infinite_RS[:, :, None]
+    as_many_RSS = infinite_RS[:, None, :] == infinite_RS[:, :, None]
+    return 1 + (fewer_RSS | (as_many_RSS & (x_RS[:, None, :] < x_RS[:, :, None]))).sum(axis=2)

@@ -176,7 +176,8 @@ def _block_bound(
 
 @dataclass(frozen=True)
 class ContinuationBound:
-    """Bounds on -log p(free | given) of rows, in nats, with their standard errors (nan with one group)."""
+    """Bounds on -log p(free | given) of rows, in nats, with their standard errors (nan with one group, or where the
+    bound is infinite)."""
 
     nats_N: np.ndarray
     error_N: np.ndarray
@@ -220,7 +221,9 @@ def continuation_bound(
         request = (models, schedule, rows_NL[own], free_NL[own], mask_id, steps, where, u_MGDL)
         found, count = _followed(*request, rule) if whole else _steps(*request, x_MGD)
         nats_NG[own], made = found.mean(axis=2), made + count
-    error_N = nats_NG.std(axis=1, ddof=1) / np.sqrt(groups) if groups > 1 else np.full(len(rows_NL), np.nan)
+    error_N, finite_N = np.full(len(rows_NL), np.nan), np.isfinite(nats_NG).all(axis=1)
+    if groups > 1:
+        error_N[finite_N] = nats_NG[finite_N].std(axis=1, ddof=1) / np.sqrt(groups)
     return ContinuationBound(nats_NG.mean(axis=1), error_N, made)
 
 

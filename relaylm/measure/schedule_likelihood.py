@@ -49,7 +49,7 @@ from relaylm.core.plan import LINEAR, Alpha
 from relaylm.core.schedule import Schedule, Timetable
 from relaylm.errors import UserError
 from relaylm.measure import metrics
-from relaylm.measure.likelihood import in_words, mask_counts, masked_sums
+from relaylm.measure.likelihood import check_losses, in_words, mask_counts, masked_sums, perplexity_of
 
 MOST_SETS = 1 << 12  # up to which sets are enumerated
 
@@ -66,13 +66,18 @@ class BoundTable:
 
     @cached_property
     def smooth_K2M(self) -> np.ndarray:
-        """g for the rows of even and of odd number: a cubic in m fitted to the others; 0 if there are none."""
+        """g for the rows of even and of odd number: a cubic in m fitted to the others, as far as they are finite; 0 if
+        there are none."""
         out = np.zeros((len(self.models), 2, self.length + 1))
         for half in (0, 1) if len(self.m_ND) > 1 else ():
             m_other = self.m_ND[1 - half :: 2].ravel()
-            degree = min(3, len(np.unique(m_other)) - 1)
             for k, c_ND in enumerate(self.c_KND):
-                fit = np.polynomial.Polynomial.fit(m_other, c_ND[1 - half :: 2].ravel(), degree, [0, self.length])
+                c_other = c_ND[1 - half :: 2].ravel()
+                known = np.isfinite(c_other)
+                if not known.any():
+                    continue
+                degree = min(3, len(np.unique(m_other[known])) - 1)
+                fit = np.polynomial.Polynomial.fit(m_other[known], c_other[known], degree, [0, self.length])
                 out[k, half] = fit(np.arange(self.length + 1))
         return out
 
@@ -110,7 +115,7 @@ class ScheduleBound:
     def to_json(self) -> dict[str, Any]:
         """All but the rows' totals, with the perplexity."""
         ci = [metrics.finite(self.low), metrics.finite(self.high)]
-        return {"bits": self.bits, "ci": ci, "perplexity": 2.0**self.bits, "rows": self.rows}
+        return {"bits": self.bits, "ci": ci, "perplexity": perplexity_of(self.bits), "rows": self.rows}
 
 
 def measure_table(
@@ -158,7 +163,8 @@ def schedule_bound(
 ) -> ScheduleBound:
     """The bound of a schedule (models' names, no roles) in `steps` steps: its own number if None, or infinity."""
     weight_KM = schedule_weights(table.models, schedule, steps, table.length, alpha)
-    each_KND = np.stack([weight_M[table.m_ND] for weight_M in weight_KM]) * table.left_KND
+    each_KND = np.stack([weight_M[table.m_ND] for weight_M in weight_KM])
+    each_KND = each_KND * np.where(each_KND > 0, table.left_KND, 0.0)  # a model that is not asked may know nothing
     smooth_2 = np.einsum("km,khm->h", weight_KM, table.smooth_K2M)
     nats_N = each_KND.sum(axis=(0, 2)) + smooth_2[np.arange(len(table.m_ND)) % 2]
     return bound_of(nats_N / table.length / math.log(2), nats_N)
@@ -166,7 +172,7 @@ def schedule_bound(
 
 def bound_of(bits_N: np.ndarray, nats_N: np.ndarray, cost: Cost | None = None) -> ScheduleBound:
     """The bound from each row's bits for one symbol, and its total."""
-    found = metrics.mean_estimate(bits_N)
+    found = metrics.mean_estimate(check_losses(bits_N))
     return ScheduleBound(found.value, found.low, found.high, len(nats_N), nats_N, cost)
 
 
@@ -197,7 +203,12 @@ def schedule_weights(
 def step_costs(table: BoundTable, times: Sequence[float], alpha: Alpha = LINEAR) -> np.ndarray:
     """What each step costs under each model, in nats for a row: (K, T), the masked end first. A schedule's bound is the
     sum of its steps' entries."""
-    return table.curve() @ _step_weights(times, table.length, alpha).T
+    curve_KM, weight_TM = table.curve(), _step_weights(times, table.length, alpha)
+    infinite_KM = np.isinf(curve_KM)
+    if not infinite_KM.any():
+        return curve_KM @ weight_TM.T
+    cost_KT = np.where(infinite_KM, 0.0, curve_KM) @ weight_TM.T
+    return np.where(infinite_KM.astype(float) @ weight_TM.T > 0, math.inf, cost_KT)
 
 
 def _step_weights(times: Sequence[float], length: int, alpha: Alpha) -> np.ndarray:

@@ -80,7 +80,7 @@ class Evolve:
         heavy = self.problem.alone(self.problem.heavy)
         heavy_n, *log_Sn = self.problem.trials.scores([heavy, *schedules], self.n, what=what)
         for child, schedule, log_n in zip(born, schedules, log_Sn, strict=True):
-            self.fitness[child] = float(np.nanmean(log_n - heavy_n))
+            self.fitness[child] = paired(log_n, heavy_n)["difference"]
             self.tuner.know(schedule)
 
     def _record(self) -> None:

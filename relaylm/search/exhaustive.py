@@ -31,7 +31,7 @@ from relaylm.errors import UserError
 from relaylm.measure import metrics
 from relaylm.measure.metrics import paired_difference as paired
 from relaylm.search.space import SLACK, Choice, Problem, Space
-from relaylm.search.tournament import Candidate, difference, doubt, ranked_rows, summary, unique
+from relaylm.search.tournament import Candidate, by_standing, difference, doubt, ranked_rows, summary, unique
 from relaylm.search.trials import Rows
 
 MOST_SCHEDULES = 20_000
@@ -108,7 +108,7 @@ class Exhaustive:
 
     def _measured(self, log_Sn: np.ndarray) -> None:
         self.log_Sn, self.calls = log_Sn, self.problem.trials.spent.to_json()
-        self.order = np.argsort(np.nanmean(log_Sn, axis=1), kind="stable").tolist()
+        self.order = by_standing(log_Sn)
 
     def _check(self, schedules: Sequence[Schedule]) -> dict[str, Any]:
         """Whether independent runs of schedules on one chunk's rows give the tokens that the tree gave."""
@@ -144,7 +144,7 @@ class Exhaustive:
                 return None
             self._measured(trials.scores(self.schedules, len(done)))  # chunks are done in order: these are the first
         s, n = self.order[0], self.log_Sn.shape[1]
-        ppl = float(np.nanmean(np.exp(self.log_Sn[s])))
+        ppl = metrics.mean_perplexity(self.log_Sn[s])
         name = self.space.show(self.choices[s])
         line = f"Best of {len(self.schedules)} on {n} rows (not confirmed on fresh ones): {name}, perplexity {ppl:.3f}."
         return {"schedule": str(self.schedules[s]), "verdict": line}
@@ -160,10 +160,10 @@ class Exhaustive:
 
 def segment_figures(space: Space, choices: Sequence[Choice], log_Sn: np.ndarray) -> dict[str, Any]:
     """For every model but the heavy one: how often it has each segment in the best and worst 20 schedules, and the
-    segment's influence with its interval."""
-    ppl_Sn = np.exp(log_Sn[:, np.isfinite(log_Sn).all(axis=0)])
-    index_SJ = np.array(choices)
-    order = np.argsort(np.log(ppl_Sn).mean(axis=1), kind="stable")
+    segment's influence with its interval, on the rows of finite perplexity under all schedules."""
+    index_SJ, order = np.array(choices), by_standing(log_Sn[:, ~np.isnan(log_Sn).any(axis=0)])
+    shared_n = np.isfinite(metrics.exponential(log_Sn)).all(axis=0)
+    ppl_Sn = np.exp(log_Sn[:, shared_n]) if shared_n.any() else np.full((len(choices), 1), math.nan)
     weights_Rn = metrics.resampling_weights(ppl_Sn.shape[1])
     mean_S, mean_RS = ppl_Sn.mean(axis=1), weights_Rn @ ppl_Sn.T
     out: dict[str, Any] = {"top_frequency": {}, "bottom_frequency": {}, "influence": {}, "influence_ci": {}}

@@ -155,7 +155,7 @@ def race(rows: Rows, runners: Sequence[Candidate], heavy: Schedule, reserve: flo
         found.heavy_n = np.append(found.heavy_n, heavy_n)
         for c, log_n in zip(found.alive, log_Sn, strict=True):
             found.log_ppl[c] = np.append(found.log_ppl[c], log_n)
-        leader = min(found.alive, key=lambda c: float(np.nanmean(found.log_ppl[c])))
+        leader = min(found.alive, key=lambda c: metrics.standing(found.log_ppl[c]))
         for c in [c for c in found.alive if c != leader]:
             against = paired(found.log_ppl[c], found.log_ppl[leader])
             if against["difference"] > 0 and against["p"] / 2 < level:
@@ -170,7 +170,7 @@ def race(rows: Rows, runners: Sequence[Candidate], heavy: Schedule, reserve: flo
 def finalists(problem: Problem, runners: Sequence[Candidate], ranked: Sequence[int], ran: Race) -> list[Candidate]:
     """The best two that are left, the best rival, the best mixed schedule, the sandwich and all-heavy; and always the
     strongest simple rivals, the heavy model in fewer steps and the heavy model spaced."""
-    all_ranked = sorted(range(len(runners)), key=lambda c: float(np.nanmean(ran.log_ppl[c])))
+    all_ranked = sorted(range(len(runners)), key=lambda c: metrics.standing(ran.log_ppl[c]))
     rivals = [c for c in (*ranked, *all_ranked) if runners[c].kind == "rival"]
     mixed = [c for c in ranked if runners[c].kind == "mixed"]
     sandwich = [c for c, runner in enumerate(runners) if runner.what == "sandwich"]
@@ -198,7 +198,8 @@ def confirmed(problem: Problem, final: Sequence[Candidate], log_Sn: np.ndarray, 
         }
         for s, candidate in enumerate(final)
     ]
-    rows.sort(key=lambda row: row["log_ppl"])
+    order = {str(c.schedule): metrics.standing(log_n) for c, log_n in zip(final, log_Sn, strict=True)}
+    rows.sort(key=lambda row: order[row["schedule"]])
     words = {"basis": "a race, and a confirmation on fresh rows", "verdict": _verdict(problem, rows)}
     return {**recommended(problem, final[chosen]), "limit": limit, "confirmed": rows, **words}
 
@@ -208,7 +209,7 @@ def _verdict(problem: Problem, rows: Sequence[dict[str, Any]]) -> str:
     is."""
     chosen = next(row for row in rows if row["recommended"])
     line = f"{use(problem, chosen)}: {chosen['saved']:.1%} of all-heavy's {problem.unit} saved"
-    if chosen["against_heavy"]["sd"]:
+    if chosen["against_heavy"]["sd"] or math.isinf(chosen["against_heavy"]["difference"]):
         line += f", log-perplexity {difference(chosen['against_heavy'])} against it"
         line += "" if chosen["against_heavy"]["differs"] else ", which may be chance"
     line += f" on {chosen['rows']} fresh rows."
@@ -314,7 +315,8 @@ def more_is_no_worse(ways: Sequence[str], price_S: np.ndarray, mean_S: np.ndarra
     (isotonic regression)."""
     out_S = mean_S.copy()
     for way in set(ways):
-        members = sorted((s for s in range(len(ways)) if ways[s] == way), key=lambda s: -price_S[s])
+        members = [s for s in range(len(ways)) if ways[s] == way and math.isfinite(mean_S[s])]
+        members.sort(key=lambda s: -price_S[s])
         out_S[members] = isotonic_regression(mean_S[members]).x
     return out_S
 
@@ -324,10 +326,14 @@ def _cheapest(
 ) -> tuple[list[int], dict[str, Any]]:
     """The cheapest that is shown to keep to the loss; all-heavy, the first, always is."""
     level = 1 - ALPHA / max(1, len(rows) - 1)
-    for row, log_n in zip(rows, log_Sn, strict=True):
-        d_n = (log_n - log_Sn[0])[np.isfinite(log_n - log_Sn[0])]
-        margin = float(stdtrit(len(d_n) - 1, level)) * float(d_n.std(ddof=1)) / math.sqrt(len(d_n))
-        row["loss_at_most"] = float(d_n.mean()) + margin
+    finite_Sn = np.where(np.isinf(log_Sn), math.nan, log_Sn)
+    for s, row in enumerate(rows):
+        d_n = finite_Sn[s] - finite_Sn[0]
+        d_n = d_n[np.isfinite(d_n)]
+        row["loss_at_most"] = math.inf if s else 0.0
+        if s and len(d_n) > 1 and row["against_heavy"]["difference"] < math.inf:
+            margin = float(stdtrit(len(d_n) - 1, level)) * float(d_n.std(ddof=1)) / math.sqrt(len(d_n))
+            row["loss_at_most"] = float(d_n.mean()) + margin
     shown = [s for s, row in enumerate(rows) if row["loss_at_most"] <= max_loss]
     chosen = min(shown, key=lambda s: rows[s]["price"])
     row, allowed = rows[chosen], f"{math.expm1(max_loss):.2%}"
@@ -353,7 +359,7 @@ def recommended(problem: Problem, candidate: Candidate) -> dict[str, Any]:
 
 def figures(problem: Problem, candidate: Candidate, log_n: np.ndarray, heavy_n: np.ndarray) -> dict[str, Any]:
     """What a candidate is and how it scored: one line of a table."""
-    means = {"ppl": float(np.nanmean(np.exp(log_n))), "log_ppl": float(np.nanmean(log_n))}
+    means = {"ppl": metrics.mean_perplexity(log_n), "log_ppl": float(np.nanmean(log_n))}
     return {**about(problem, candidate), "rows": len(log_n), **means, "against_heavy": paired(log_n, heavy_n)}
 
 
@@ -365,18 +371,21 @@ def heavy_scores(problem: Problem, candidates: Sequence[Candidate], log_Sn: np.n
 
 def summary(problem: Problem, name: str, schedule: Schedule, log_n: np.ndarray) -> dict[str, Any]:
     """A schedule's price and mean perplexity, with intervals."""
-    log_n = log_n[np.isfinite(log_n)]
-    means = metrics.mean_estimate(np.exp(log_n), skewed=True).named("ppl") | metrics.mean_estimate(log_n).named(
-        "log_ppl"
-    )
-    return {"name": name, **problem.about(schedule), **means}
+    log_n = log_n[~np.isnan(log_n)]
+    means = metrics.mean_estimate(metrics.exponential(log_n), skewed=True).named("ppl")
+    return {"name": name, **problem.about(schedule), **means, **metrics.mean_estimate(log_n).named("log_ppl")}
+
+
+def by_standing(log_Sn: np.ndarray) -> list[int]:
+    """The schedules' numbers, the best first."""
+    return sorted(range(len(log_Sn)), key=lambda s: metrics.standing(log_Sn[s]))
 
 
 def ranked_rows(problem: Problem, candidates: Sequence[Candidate], log_Sn: np.ndarray) -> list[dict[str, Any]]:
     """Candidates, best first, with intervals and paired differences to all-heavy."""
     heavy_n = heavy_scores(problem, candidates, log_Sn)
     rows = []
-    for s in np.argsort(np.nanmean(log_Sn, axis=1), kind="stable").tolist():
+    for s in by_standing(log_Sn):
         about = {"kind": candidates[s].kind, "rows": log_Sn.shape[1], "against_heavy": paired(log_Sn[s], heavy_n)}
         rows.append({**summary(problem, candidates[s].what, candidates[s].schedule, log_Sn[s]), **about})
     return rows
@@ -385,7 +394,8 @@ def ranked_rows(problem: Problem, candidates: Sequence[Candidate], log_Sn: np.nd
 def difference(against: dict[str, Any], unit: str = "") -> str:
     """A paired difference with its interval, in words."""
     low, high = against["ci"]
-    return f"{against['difference']:+.4f}{unit} ({low:+.4f} to {high:+.4f})"
+    interval = "" if low is None or high is None else f" ({low:+.4f} to {high:+.4f})"
+    return f"{against['difference']:+.4f}{unit}{interval}"
 
 
 def use(problem: Problem, row: dict[str, Any]) -> str:

@@ -36,6 +36,7 @@ from relaylm.core.cost import SPACED_PLANS, spaced_sizes
 from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Schedule, Spacing
 from relaylm.errors import UserError
+from relaylm.files import plain, with_infinities
 from relaylm.measure.evaluate import Workers, array_hash, check_storable, conditions, judge_rows, model_key
 from relaylm.measure.judge import Judge, log_perplexity
 from relaylm.measure.store import Store, cached, content_key
@@ -268,7 +269,7 @@ class Trials:
             "rows": chunk.rows,
             "laws": list(chunk.schedules),
             "schedules": [str(schedule) for schedule in chunk.schedules.values()],
-            "log_ppl": [[None if math.isnan(x) else x for x in row] for row in log_U[grown.which_Sn].tolist()],
+            "log_ppl": plain(log_U[grown.which_Sn].tolist()),
             "tokens": [array_hash(grown.final_UL[which_n].astype("<i4")) for which_n in grown.which_Sn],
             "calls_made": calls,
             "merged": grown.merged,
@@ -361,7 +362,7 @@ class Trials:
         for law, values, digest in zip(record["laws"], record["log_ppl"], record["tokens"], strict=True):
             if only in (None, law):
                 known = self.log_ppl.setdefault(law, {})
-                for k, value in enumerate(values):
+                for k, value in enumerate(with_infinities(values)):
                     known.setdefault(record["first"] + k, math.nan if value is None else value)
                 self.hashes[law, record["first"], record["rows"]] = digest
 
@@ -385,7 +386,7 @@ def _check_record(record: Mapping[str, Any]) -> None:
     texts = [*record["laws"], *record["tokens"], *record["calls_made"]]
     if not all(isinstance(x, str) for x in texts) or not all(type(x) is int and x >= 0 for x in calls):
         raise TypeError("its parts are of other kinds")
-    if not all(x is None or isinstance(x, float) for x in scores):
+    if not all(x is None or isinstance(x, float) or x in ("inf", "-inf") for x in scores):
         raise TypeError("its scores are no numbers")
 
 

@@ -41,6 +41,7 @@ import numpy as np
 
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
+from relaylm.files import plain, with_infinities
 from relaylm.measure.metrics import paired_difference as paired
 from relaylm.measure.schedule_likelihood import BoundTable, measure_table, step_costs
 from relaylm.measure.store import cached
@@ -97,6 +98,8 @@ class Tuner:
             d_n = d_n[np.isfinite(d_n)]
             if len(d_n) > 1 and mix_SO[:, 1:].any():  # all-heavy itself says nothing
                 found.append((mix_SO, float(d_n.mean()), float(d_n.var(ddof=1)), len(d_n)))
+        if not found:
+            raise UserError("too few rows have a finite perplexity to learn from: choose another judge, or more rows")
         mixes, mean_N, var_N, n_N = (np.array(each) for each in zip(*found, strict=True))
         return mixes, mean_N, np.sqrt((var_N * (n_N - 1) + var_N.mean() * 8) / (n_N + 7) / n_N)
 
@@ -140,6 +143,13 @@ def measure_prior(tuner: Tuner, text: np.ndarray | None, quick: bool) -> None:
             cost_KT = step_costs(tuner.table, [float(t) for t in times])
             tuner.prior_SO[j, o] = cost_KT[tuner.table.models.index(model)].sum() / length
         before += width
+    if not np.isfinite(tuner.prior_SO).all():
+        infinite = "the likelihood bound is infinite: a model gives a token of the text no probability"
+        if quick:
+            raise UserError(f"{infinite}, so there is nothing to choose by: search without quick, or by another text")
+        problem.notes.append(f"{infinite}, so the search began without it")
+        tuner.prior_SO, tuner.table = np.zeros_like(space.price_SO), None
+        return
     tuner.prior_SO -= tuner.prior_SO[:, :1]
     source = "the heavy model's own samples" if text is None else "held-out text"
     options = [f"{model} {density}" for model, density in space.options]
@@ -162,7 +172,7 @@ def _bound_table(tuner: Tuner, models: dict[str, Any], text: np.ndarray | None) 
         rows = rows[:, : trials.given_PL.shape[1]]
         table = measure_table(models, rows, family.mask_id, draws=DRAWS, seed=trials.seed, device=family.device)
         trials.spent.now.update(calls)
-        arrays = {"m": table.m_ND.tolist(), "weight": table.weight_ND.tolist(), "c": table.c_KND.tolist()}
+        arrays = {"m": table.m_ND.tolist(), "weight": table.weight_ND.tolist(), "c": plain(table.c_KND.tolist())}
         return {"kind": "prior", "length": table.length, **arrays, "calls": calls}
 
     what = ["prior", trials.base, list(models), problem.steps, problem.heavy, about, n, DRAWS]
@@ -170,7 +180,7 @@ def _bound_table(tuner: Tuner, models: dict[str, Any], text: np.ndarray | None) 
     for total in (trials.spent.made, trials.spent.naive):
         total.update(record["calls"])
     tuner.rows.used += sum(record["calls"].values())
-    m_ND, weight_ND, c_KND = (np.array(record[name]) for name in ("m", "weight", "c"))
+    m_ND, weight_ND, c_KND = (np.array(with_infinities(record[name])) for name in ("m", "weight", "c"))
     return BoundTable(tuple(models), record["length"], m_ND, weight_ND, c_KND), n
 
 
@@ -252,8 +262,8 @@ def _propose(tuner: Tuner, limits: Sequence[float]) -> None:
         said_N, spread_N = fitted.predict(mixes_NSO), fitted.spread(mixes_NSO)
         heavy_n, *log_Sn = rows.take([heavy, *schedules], n, f"proposals {number + 1} of {ROUNDS}")
         for k, (choice, schedule) in enumerate(zip(picked, schedules, strict=True)):
-            if choice not in tuner.choices:
-                against = paired(log_Sn[k], heavy_n)
+            against = paired(log_Sn[k], heavy_n)
+            if choice not in tuner.choices and math.isfinite(against["difference"]):
                 about = {"schedule": space.show(choice), "predicted": float(said_N[k]), "spread": float(spread_N[k])}
                 error = (against["sd"] or 0.0) / math.sqrt(against["rows"])
                 tuner.held_out.append({**about, "measured": against["difference"], "error": error})
@@ -351,8 +361,8 @@ def _race(tuner: Tuner, limit: float) -> list[Candidate]:
     ran = tournament.race(rows, runners, problem.alone(problem.heavy), SHARES["confirmation"] * rows.budget)
     known = [c for c in ran.alive if tuner.know(runners[c].schedule)]
     tuner.learn()
-    loss = {c: float(np.nanmean(ran.log_ppl[c] - ran.heavy_n)) for c in ran.alive}
-    loss |= {c: float(tuner.predict([runners[c].schedule])[0]) for c in known}
+    loss = {c: float(paired(ran.log_ppl[c], ran.heavy_n)["difference"]) for c in ran.alive}
+    loss |= {c: float(tuner.predict([runners[c].schedule])[0]) for c in known if math.isfinite(loss[c])}
     ranked = sorted(ran.alive, key=lambda c: loss[c])
     left = [{"schedule": str(runners[c].schedule), "what": runners[c].what, "loss": loss[c]} for c in ranked]
     about = {"contenders": [tournament.about(problem, c) for c in runners], "rounds": ran.rounds}

@@ -277,9 +277,9 @@ def combined(neither: Measured, scheduled: Measured, fewer: Measured, both: Meas
     shares: dict[str, Any] = {name: one.row["flops"] / most if most else None for name, one in three.items()}
 
     def paired(name: str, plus: Sequence[Measured], minus: Sequence[Measured]) -> dict[str, Any]:
-        total_n = sum(getattr(one, name) for one in plus) - sum(getattr(one, name) for one in minus)
-        found = metrics.mean_estimate(total_n[np.isfinite(total_n)])
-        return {"value": found.value, "ci": found.ci}
+        gain_n, loss_n = (np.sum([getattr(one, name) for one in side], axis=0) for side in (plus, minus))
+        found = metrics.paired_difference(gain_n, loss_n)
+        return {"value": found["difference"], "ci": found["ci"]}
 
     return {
         **{name: both.row[name] for name in ("line", "dial", "schedule")},
@@ -311,12 +311,18 @@ def _answer_of(line: str, found: Sequence[Mapping[str, Any]]) -> str:
         savings = f"{verdict} (both over product {min(ratios):.3f} to {max(ratios):.3f})"
     kinds = [kind_of(item) for item in found]
     counts = ", ".join(f"{kind} in {kinds.count(kind)}" for kind in ("overlap", "compound") if kinds.count(kind))
-    size = [item["interaction"]["value"] for item in found]
-    alone = [item["loss"]["schedule"]["value"] + item["loss"]["steps"]["value"] for item in found]
     losses = f"losses {counts} of {len(found)} combinations" if counts else "losses add up as far as can be told"
+    each = [(item["interaction"], item["loss"]["schedule"], item["loss"]["steps"]) for item in found]
+    parts = [[estimate["value"] for estimate in three] for three in each]
+    size_N3 = np.array([part for part in parts if np.isfinite(part).all()])
+    if not len(size_N3):
+        return f"{line}: {savings}; losses are infinite."
+    size_N, alone = size_N3[:, 0], size_N3[:, 1:].sum(axis=1).mean()
+    infinite = len(found) - len(size_N3)
+    but = f"; {infinite} infinite ones left out" if infinite else ""
     return (
-        f"{line}: {savings}; {losses} (interaction {np.mean(size):+.4f} on average, {min(size):+.4f} to "
-        f"{max(size):+.4f}, beside a sum of {np.mean(alone):+.4f})."
+        f"{line}: {savings}; {losses} (interaction {size_N.mean():+.4f} on average, {size_N.min():+.4f} to "
+        f"{size_N.max():+.4f}, beside a sum of {alone:+.4f}{but})."
     )
 
 

@@ -6,6 +6,7 @@ no number is typed by hand.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -277,25 +278,25 @@ def _front_figure(result: Result) -> Any:
     for axes, value in ((left, lambda row: row["gen_ppl"]), (right, diversity)):
         for line, colour in colours.items():
             heavy = [row for row in rows if row["line"] == line and row["calls_by_model"].keys() == {result["heavy"]}]
-            heavy.sort(key=lambda row: row["flops"])
+            heavy = sorted((row for row in heavy if math.isfinite(value(row))), key=lambda row: row["flops"])
             axes.plot([_gflops(result, row) for row in heavy], [value(row) for row in heavy], color=colour, alpha=0.4)
         for row in rows:
             x, y = _gflops(result, row), value(row)
+            if not math.isfinite(y):
+                continue
             edge = "black" if row["front"] else "none"
             style = {"color": colours[row["line"]], "marker": markers[row["schedule"]], "markeredgecolor": edge}
             (artist,) = axes.plot(x, y, linestyle="", markersize=sizes[row["line"]], markeredgewidth=1.1, **style)
             alone = row["calls_by_model"].keys() == {result["heavy"]}
             marks.append(_Mark(axes, artist, row["dial"] if alone else "", kin=(row["line"], row["dial"])))
-        if result.get("heldout"):
+        if result.get("heldout") and math.isfinite(value(result["heldout"])):
             axes.axhline(value(result["heldout"]), color="black", linestyle=":", linewidth=1.2, zorder=0)
         axes.set_xscale("log")
         _plain_ticks(axes.xaxis, _ticks(-5, 8), lambda value: f"{value:g}")
-    left.set_yscale("log")
-    span = [row["gen_ppl"] for row in rows]
-    if max(span) > 3 * min(span):
+    span = [row["gen_ppl"] for row in rows if math.isfinite(row["gen_ppl"])]  # the others have no place in it
+    if span and max(span) > 3 * min(span):
+        left.set_yscale("log")
         _plain_ticks(left.yaxis, _ticks(0, 6), lambda value: f"{value:g}")
-    else:  # too little for 1, 2, 5 to give several ticks
-        left.set_yscale("linear")
     finish(left, "GFLOPs for a sample", f"generative perplexity, judge {result['judge']}", legend=False)
     finish(right, "GFLOPs for a sample", f"entropy of a sample's {'words' if words else 'tokens'}, nats", legend=False)
     extra = [Line2D([], [], color="none", marker="o", markeredgecolor="black", label="on the Pareto front")]
@@ -342,6 +343,8 @@ def _both_figure(result: Result) -> Any:
         if flops["product"]:
             (artist,) = left.plot(flops["product"], flops["both"] / flops["product"], **style)
             marks.append(_Mark(left, artist, text, kin=(item["line"], item["dial"])))
+        if not all(math.isfinite(each["value"]) for each in (loss["schedule"], loss["steps"], interaction)):
+            continue
         added = loss["schedule"]["value"] + loss["steps"]["value"]
         margin = _margin(interaction["ci"])
         drawn = right.errorbar(added, interaction["value"], yerr=margin, capsize=3, elinewidth=1.0, **style)

@@ -22,8 +22,8 @@ SAMPLERS = {"exact": "exact", "published": "MDLM's float32"}  # what they are ca
 
 
 def numbers(values: Sequence[float | None]) -> np.ndarray:
-    """JSON's numbers as an array; null is not a number."""
-    return np.array([math.nan if value is None else value for value in values])
+    """JSON's numbers as an array; null is not a number, and neither is infinity."""
+    return np.array([math.nan if value is None or not math.isfinite(value) else value for value in values])
 
 
 def paired(d_n: np.ndarray) -> dict[str, Any]:
