@@ -4,7 +4,7 @@ import argparse
 import shlex
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,13 @@ def say(*notes: str) -> None:
 
 
 def run(args: argparse.Namespace) -> tools.Result:
-    """Sample in each of the three ways, and show texts and costs."""
+    """Sample in each of the three ways, and show texts and costs; on standard error if JSON goes to the output."""
+    with redirect_stdout(sys.stderr if args.json == "-" else sys.stdout):
+        return present(args)
+
+
+def present(args: argparse.Namespace) -> tools.Result:
+    """The demo on standard output."""
     from relaylm.show.terminal import console_for, legend, side_by_side
 
     say(ABOUT, LUCK)

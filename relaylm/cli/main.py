@@ -16,6 +16,7 @@ import io
 import json
 import os
 import sys
+import textwrap
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -31,6 +32,9 @@ COMMANDS = (
     *("sample", "info", "ls", "compare", "compose", "cost", "importance", "pairs", "search"),
     *("prepare", "train", "lighten", "bound", "convert", "push", "serve", "bench", "reproduce", "demo"),
 )
+NO_SETTINGS = ("run", "json", "config", "last", "completion")  # of the parsed flags, those that change no result
+RESUMED = ("train", "lighten", "reproduce")  # commands that keep what is done without being told where
+MISUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)  # a path of the user's
 COMPLETION = 'print completion for a shell; in bash: eval "$(relaylm --completion bash)"'
 DESCRIPTION = """\
 Fast, exact sampling from masked diffusion language models.
@@ -61,7 +65,11 @@ class _Completion(argparse.Action):
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Help with the default of every flag that has a value."""
+    """Help with the default of every flag that has a value; paragraphs fill the terminal, examples stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = text.split("\n\n")
+        return "\n\n".join(part if "\n  " in part else textwrap.fill(part, width) for part in parts)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         bare = action.default in (None, "", [], argparse.SUPPRESS) or action.default is False
@@ -155,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         check_plot(getattr(args, "plot", None))
         result = args.run(args)
         if args.json is not None and os.environ.get("RANK", "0") == "0":
-            config = {key: value for key, value in vars(args).items() if key not in ("run", "json", "config", "last")}
+            config = {key: value for key, value in vars(args).items() if key not in NO_SETTINGS}
             write_json(args.json, {"relaylm": __version__, "config": config, **result})
         for draw in getattr(args, "last", ()):  # pictures: what they show is already written
             draw()
@@ -164,8 +172,9 @@ def main(argv: list[str] | None = None) -> int:
         note(f"relaylm: {error}")
         return 2
     except KeyboardInterrupt:
-        kept = getattr(args, "store", None) is not None
-        note("relaylm: interrupted" + ("; run again with the same --store to go on" if kept else ""))
+        again = "run again with the same --store" if getattr(args, "store", None) is not None else None
+        again = "run the same command again" if getattr(args, "command", None) in RESUMED else again
+        note("relaylm: interrupted" + (f"; {again} to go on" if again else ""))
         return 130
     except BrokenPipeError:  # the reader of our output (a pager, head) has ended; that is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -176,6 +185,9 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EIO):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # files are named in such an error
             note(f"relaylm: cannot write to standard output: {reason(error)}")
+            return 2
+        if isinstance(error, OSError) and error.filename is not None and error.errno in MISUSED:
+            note(f"relaylm: cannot use {error.filename}: {reason(error)}")
             return 2
         note(f"relaylm: failed: {type(error).__name__}: {reason(error)} (RELAYLM_DEBUG=1 shows where)")
         return 1

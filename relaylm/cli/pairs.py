@@ -52,7 +52,9 @@ def run(args: argparse.Namespace) -> tools.Result:
     name, length = family.named(args.model or family.heavy), args.length or family.length
     budget = calls_within(args.budget, length)
     if args.keep and (family.stored is None or name != family.roles()[1] or length != family.length):
-        raise UserError("a family in a folder keeps the table of its heavy model at its own length: leave both out")
+        raise UserError(
+            "a family in a folder keeps the table of its heavy model at its own length: leave out --model and --length"
+        )
     if args.samples:
         from relaylm.sampling.sample import sample
 

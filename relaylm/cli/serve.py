@@ -33,6 +33,8 @@ def run(args: argparse.Namespace) -> tools.Result:
     from relaylm.serve.app import Settings
     from relaylm.serve.request import Limits
 
+    if args.port > 65535:
+        raise UserError(f"--port must be a whole number from 0 to 65535, not {args.port}")
     limits = Limits(**tools.chosen(args, "max_rows max_queue timeout batch_size"))
     settings = Settings(args.api_key or os.environ.get("RELAYLM_API_KEY"), log_prompts=args.log_prompts)
     if args.replicas is not None and args.cluster is None:

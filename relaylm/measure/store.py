@@ -88,6 +88,8 @@ class Store:
             raise
 
     def _begin(self) -> None:
+        if self.folder.is_file():
+            raise UserError(f"{self.folder} is a file, but a store is a folder")
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self._connection = self._open()

@@ -228,7 +228,8 @@ def load_tokenizer(spec: str | Path | Mapping[str, Any], folder: str | Path | No
         path = path / JsonTokenizer.file_name
     if not path.is_file():
         raise UserError(
-            f"there is no tokenizer {str(spec)!r}: write text8, bytes, a tokenizers JSON file or a folder with one"
+            f"there is no tokenizer {str(spec)!r}: write text8, bytes, a tokenizers JSON file or a folder with one, or "
+            "bpe:SIZE in `relaylm prepare`"
         )
     return JsonTokenizer(read_bytes(path), where=str(path))
 

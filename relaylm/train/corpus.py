@@ -205,6 +205,8 @@ def prepare(
             changed = [key for key, value in request.items() if there.manifest["request"].get(key) != value]
             raise UserError(f"{out} already holds another corpus ({', '.join(changed)} differ): choose another folder")
         return there
+    if out.is_file():
+        raise UserError(f"{out} is a file, but a corpus is a folder: choose another name")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists and is not a corpus: choose another folder")
 

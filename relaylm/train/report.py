@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from relaylm.console import table
+from relaylm.console import table, terminal_width, wrapped
 from relaylm.core.pairs import default_spacing
 from relaylm.files import read_json, write_json
 from relaylm.measure.likelihood import spread_rows
@@ -100,6 +100,6 @@ def render(family: Family, found: Mapping[str, Any]) -> str:
     head = ["model", "parameters", "held-out bits a token", "a character", "trained in"]
     spacing = family.meta.get("spacing")
     lines = [table(head, rows), "", f"A sample of {family.heavy}:", "", found["samples"][0], ""]
-    lines += [f"Verdict: {found['verdict']}."]
+    lines += wrapped([f"Verdict: {found['verdict']}."], terminal_width())
     lines += [f"Positions {spacing.partition(':')[2]} apart are written together ({PAIRS})."] if spacing else []
     return "\n".join([*lines, f"Next: relaylm sample --family {family.folder}"])

@@ -214,3 +214,65 @@ def test_a_family_whose_training_has_not_ended(
 
 def test_a_family_needs_no_converting(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["convert", "wiki-char", "copy"]) == 2 and "already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_help_fills_the_terminal_and_no_more(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    about = capsys.readouterr().out.partition("positional")[0].partition("\n\n")[2].splitlines()
+    assert width - 20 < max(map(len, about)) <= width
+    assert " ".join(about).split() == cli.DESCRIPTION.split()
+
+
+def test_the_demo_leaves_standard_output_to_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--family", "wiki-char", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert len(found["samples"]) == 3 and "completion" not in found["config"] and "Try next" in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "prepare text.txt file",
+        "compare heavy --family wiki-char -n 2 --length 8 --store file",
+        "reproduce --family wiki-char --only shares --out file",
+        "train corpus file",
+        "serve --port 65536",
+    ],
+)
+def test_a_file_where_a_folder_is_wanted(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is a slip of the user's: one line that names it, exit code 2."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "text.txt").write_text("the history of the river " * 400)
+    assert cli.main(["prepare", "text.txt", "corpus", "--tokenizer", "text8"]) == 0
+    capsys.readouterr()
+    assert cli.main(words.split()) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("relaylm: ") and words.split()[-1] in error and "failed" not in error
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("train corpus out", "run the same command again to go on"),
+        ("compare heavy --store kept", "run again with the same --store to go on"),
+        ("info", ""),
+    ],
+)
+def test_an_interrupt_says_how_to_go_on(
+    words: str, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"relaylm.cli.{words.split()[0]}.run", interrupted)
+    assert cli.main(words.split()) == 130
+    assert capsys.readouterr().err == f"relaylm: interrupted{hint and f'; {hint}'}\n"

@@ -63,7 +63,7 @@ def render(result: Result, width: int | None = None) -> str:
     notes += [f"{result['n']} samples a cell, judge {result['judge']}, seed {result['seed']}"]
     notes += [text for text in (_heldout(result), _undone(result), result.get("note")) if text]
     cells = table(["", *HEAD], rows, width, text=(0, 1, 2, 3), spare=SPARE)
-    return "\n".join([result["answer"], "", cells, *wrapped(notes, width, "  ")])
+    return "\n".join([*wrapped([result["answer"]], width), "", cells, *wrapped(notes, width, "  ")])
 
 
 def _entropy(result: Result) -> str:
