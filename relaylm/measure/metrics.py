@@ -125,9 +125,9 @@ def _scaled(interval: Callable[[np.ndarray], Interval], x_Xn: np.ndarray) -> Int
     if size < LARGE and not infinite_Xn.any():
         return None
     unit = 2.0 ** (math.frexp(size)[1] - 1) if size >= LARGE else 1.0  # no square or sum of x / unit overflows
-    found = interval(np.where(infinite_Xn, 0.0, x_Xn / unit))
     most = sys.float_info.max / unit
-    found = [np.where(np.abs(x) > most, np.copysign(math.inf, x), x) * unit for x in found]
+    in_units = interval(np.where(infinite_Xn, 0.0, x_Xn / unit))
+    found = [np.where(np.abs(x) > most, np.copysign(math.inf, x), x) * unit for x in in_units]
     up, down = (infinite_Xn & (x_Xn > 0)).any(axis=-1), (infinite_Xn & (x_Xn < 0)).any(axis=-1)
     infinite, none = np.where(up & down, math.nan, np.where(up, math.inf, -math.inf)), up | down
     ends = (infinite, np.array(-math.inf), np.array(math.inf))
