@@ -41,13 +41,13 @@ def rand(generator: torch.Generator, *shape: int, scale: float = 0.3) -> torch.T
     return torch.randn(shape, generator=generator) * scale
 
 
-def llada(folder: Path, kv: int = HEADS, **changes: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+def llada(folder: Path, blocks: int = BLOCKS, kv: int = HEADS, **changes: Any) -> tuple[Path, dict[str, torch.Tensor]]:
     """A LLaDA folder with the published names, written out by hand."""
     g = torch.Generator().manual_seed(0)
     head = D // HEADS
     state = {"model.transformer.wte.weight": rand(g, V, D, scale=1.0), "model.transformer.ln_f.weight": 1 + rand(g, D)}
     state["model.transformer.ff_out.weight"] = rand(g, V, D)
-    for i in range(BLOCKS):
+    for i in range(blocks):
         p = f"model.transformer.blocks.{i}."
         state |= {p + "q_proj.weight": rand(g, D, D), p + "k_proj.weight": rand(g, kv * head, D)}
         state |= {p + "v_proj.weight": rand(g, kv * head, D), p + "attn_out.weight": rand(g, D, D)}
@@ -78,7 +78,7 @@ def llada(folder: Path, kv: int = HEADS, **changes: Any) -> tuple[Path, dict[str
         "mlp_ratio": 2,
         "n_heads": HEADS,
         "n_kv_heads": kv,
-        "n_layers": BLOCKS,
+        "n_layers": blocks,
         "rms_norm_eps": 1e-5,
         "rope": True,
         "rope_theta": 500000.0,
@@ -94,7 +94,14 @@ def dream(folder: Path, **changes: Any) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 def qwen(
-    folder: Path, model_type: str, biases: bool = False, head: int = 6, tied: bool = False, seed: int = 0, **more: Any
+    folder: Path,
+    model_type: str,
+    biases: bool = False,
+    head: int = 6,
+    tied: bool = False,
+    seed: int = 0,
+    blocks: int = BLOCKS,
+    **more: Any,
 ) -> tuple[Path, dict[str, torch.Tensor]]:
     """A folder with Qwen2's names (biases) or Qwen3's (norms of queries and keys), written out by hand."""
     g = torch.Generator().manual_seed(seed)
@@ -102,7 +109,7 @@ def qwen(
     sizes = {"q_proj": HEADS * head, "k_proj": 2 * head, "v_proj": 2 * head}
     state = {"model.embed_tokens.weight": rand(g, V, D, scale=1.0), "model.norm.weight": 1 + rand(g, D)}
     state |= {} if tied else {"lm_head.weight": rand(g, V, D)}
-    for i in range(BLOCKS):
+    for i in range(blocks):
         p = f"model.layers.{i}."
         for name, rows in sizes.items():
             state[p + f"self_attn.{name}.weight"] = rand(g, rows, D)
@@ -117,7 +124,7 @@ def qwen(
         "attention_bias": False,
         "hidden_size": D,
         "intermediate_size": F,
-        "num_hidden_layers": BLOCKS,
+        "num_hidden_layers": blocks,
         "num_attention_heads": HEADS,
         "num_key_value_heads": 2,
         "vocab_size": V,
