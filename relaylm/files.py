@@ -114,14 +114,13 @@ def write_folder(target: Path, fill: Callable[[Path], None], overwrite: bool) ->
     Two renames cannot be one step, so a kill between them leaves the old folder under its backup name: readers look
     there too, and the next call puts it back first."""
     target = Path(os.path.realpath(expand(target)))
-    old, new = backup(target), target.parent / f".{target.name}.new-{secrets.token_hex(4)}"
-    lock = None
+    old, new, lock = backup(target), _unfinished(target), None
     try:
         if old.is_dir():
             if not (old / MARK).is_file() or (target.exists() and _foreign(old)):
                 raise UserError(f"{old} is in the way, and holds files that relaylm did not write: move it first")
             if target.exists():
-                shutil.rmtree(old)
+                _discard(old, target)
             else:
                 os.replace(old, target)
         if target.exists() and not target.is_dir():
@@ -157,7 +156,8 @@ def write_folder(target: Path, fill: Callable[[Path], None], overwrite: bool) ->
                 os.replace(old, target)
             raise
         sync(target.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        if moved:
+            _discard(old, target)
     except OSError as error:
         raise UserError(f"cannot write {target}: {reason(error)}") from None
     finally:
@@ -166,6 +166,18 @@ def write_folder(target: Path, fill: Callable[[Path], None], overwrite: bool) ->
         if lock is not None:
             os.close(lock)
     return target
+
+
+def _unfinished(target: Path) -> Path:
+    """A name beside a folder that nothing has yet. `_remove_abandoned` deletes what has such a name."""
+    return target.parent / f".{target.name}.new-{secrets.token_hex(4)}"
+
+
+def _discard(old: Path, target: Path) -> None:
+    """Delete a backup if possible. It is renamed first: a part of it, left by a kill, must not count as a backup."""
+    with contextlib.suppress(OSError):
+        os.replace(old, unfinished := _unfinished(target))
+        shutil.rmtree(unfinished)
 
 
 def _hashes(folder: Path) -> dict[str, str]:

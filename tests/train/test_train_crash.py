@@ -119,8 +119,9 @@ def run_with_faults(corpus: TokenFile, tmp_path: Path, monkeypatch: pytest.Monke
             found = checkpoint.load(folder / loop.CHECKPOINT)
             assert found is not None or made[:at].count("replace") <= 1  # the first is that of metrics.jsonl
         else:
-            assert at >= len(made)
-            return at
+            if at >= len(made):
+                return at
+            assert made[at] == "open"  # that of the lock: without a lock a file is written all the same
         train_model(corpus, folder, SHAPE, RECIPE, progress=False)
         assert same(final(folder), expected)
     raise AssertionError("never finished")
@@ -136,7 +137,7 @@ def test_a_run_survives_faults(kind: str, corpus: TokenFile, tmp_path: Path, mon
 def test_a_run_survives_a_fault_at_every_call(
     kind: str, corpus: TokenFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run_with_faults(corpus, tmp_path, monkeypatch, kind, 1) > 150
+    assert run_with_faults(corpus, tmp_path, monkeypatch, kind, 1) >= 4 * 7  # the metrics and three checkpoints
 
 
 def test_an_unwritable_folder_is_one_sentence(corpus: TokenFile, tmp_path: Path) -> None:
