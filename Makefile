@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint campaign report docs site clean
+.PHONY: help setup demo test test-all lint kernels campaign report docs site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,12 @@ test: lint ## style, types and the quick tests
 
 test-all: lint ## the same with the slow tests
 	$(PYTEST) -m ""
+
+kernels: setup ## the CUDA kernels without a GPU: interpreted, and compiled for two kinds (Linux; installs Triton)
+	@$(BIN)/python -c 'import triton' 2>/dev/null || { echo "Installing Triton into .venv"; \
+		$(BIN)/python -m pip install -q --disable-pip-version-check triton; }
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels/test_fused.py
+	$(PYTEST) tests/kernels/test_compiled.py
 
 campaign: setup ## kills, faults, fuzz, laws, soak, supply: minutes to hours, results/campaigns
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[campaign,serve]"

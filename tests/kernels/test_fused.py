@@ -58,6 +58,14 @@ if INTERPRETED:  # its loops take one-element arrays for numbers, which newer Nu
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_index
+    load = interpreter.InterpreterBuilder.create_masked_load
+
+    def load_where(builder: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        """Version 3.9 makes whole numbers of the comparison of two scalars, and then does not take them for a mask."""
+        bits = interpreter.TensorHandle(np.asarray(mask.data, dtype=bool), interpreter.tl.int1)
+        return load(builder, pointers, bits, *rest, **named)
+
+    interpreter.InterpreterBuilder.create_masked_load = load_where
     # What the kernels have in assembly, which the interpreter does not know.
     ASSEMBLY = {"ex2.approx.ftz.f32": np.exp2, "tanh.approx.f32": np.tanh, "prefetch.global.L2": np.zeros_like}
 
