@@ -38,8 +38,7 @@ test-all: lint ## the same with the slow tests
 	$(PYTEST) -m ""
 
 kernels: setup ## the CUDA kernels without a GPU: interpreted, and compiled for two kinds (Linux; installs Triton)
-	@$(BIN)/python -c 'import triton' 2>/dev/null || { echo "Installing Triton into .venv"; \
-		$(BIN)/python -m pip install -q --disable-pip-version-check triton; }
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[kernels]"
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels/test_fused.py
 	$(PYTEST) tests/kernels/test_compiled.py
 
