@@ -97,10 +97,9 @@ def run(args: argparse.Namespace) -> tools.Result:
         samples = replace(samples, texts=texts(family, samples.tokens, len(family.tokenizer.encode(args.prompt))))
     if args.json != "-":
         show_samples(family, samples)
-    by_time = samples.law.startswith("uniform") or (rule is not None and not rule.adaptive)  # else no timetable
-    table = bound.timetable(int(samples.steps)) if by_time and not math.isinf(samples.steps) else None
-    along = bound if by_time or samples.law.startswith("spaced") else None
-    tools.write_last(args, args.svg, lambda: svg(family, samples, table))
+    planned = samples.law.startswith(("uniform", "spaced")) or (rule is not None and not rule.adaptive)
+    along = bound if planned else None  # else no model has a stretch of time
+    tools.write_last(args, args.svg, lambda: svg(family, samples, along))
     tools.write_last(args, args.html, lambda: page(family, replace(samples, schedule=typed), along, heavy))
     tools.note(cost_line(samples, typed, heavy, min(samples.tokens.shape[1], family.length)), prose=True)
     if args.prompt and args.prompt.endswith(" ") and splits_words(family.tokenizer, args.prompt):

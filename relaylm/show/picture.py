@@ -3,11 +3,14 @@ what a notebook shows."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from html import escape
 from typing import TYPE_CHECKING
 
-from relaylm.core.schedule import Timetable
+from relaylm.core.schedule import Schedule
 from relaylm.show.colours import GIVEN, colour_of, on_a_line, row_pieces, runs_of, writers_of
+from relaylm.show.player import strip
 
 if TYPE_CHECKING:
     from relaylm.models.family import Family
@@ -19,16 +22,16 @@ _FONT = "font-family='ui-monospace, SFMono-Regular, Menlo, Consolas, monospace'"
 _LABEL = "fill='#444444' font-size='13'"
 
 
-def svg(family: Family, samples: Samples, timetable: Timetable | None = None) -> str:
-    """The first sample as an SVG that needs no other file."""
+def svg(family: Family, samples: Samples, schedule: Schedule | None = None) -> str:
+    """The first sample as an SVG that needs no other file. `schedule` (bound to models' names) gives the strip."""
     pieces = [on_a_line(piece) for piece in row_pieces(family, samples.tokens[0])]
     owner = [rank for piece, rank in zip(pieces, writers_of(family, samples, 0), strict=True) for _ in piece]
     text = "".join(pieces)
     width = COLUMNS * WIDE + 2 * MARGIN
     body, y = [], MARGIN + 16
-    for start in range(0, len(text), COLUMNS):
+    for line in _lines(text):
         x = float(MARGIN)
-        for part, rank in runs_of(text[start : start + COLUMNS], owner[start : start + COLUMNS]):
+        for part, rank in runs_of(text[line], owner[line]):
             long = len(part) * WIDE
             body.append(
                 f"<text x='{x:.1f}' y='{y}' fill='{colour_of(rank)}' textLength='{long:.1f}' "
@@ -36,8 +39,9 @@ def svg(family: Family, samples: Samples, timetable: Timetable | None = None) ->
             )
             x += long
         y += HIGH
-    if timetable is not None:
-        body += _strip(family, timetable, y + 8, width)
+    if schedule is not None:
+        runs = strip(schedule, math.inf if samples.law.startswith("spaced") else samples.steps, family.names)
+        body += _strip(runs, y + 8, width)
         y += 40
     y += 26
     x = float(MARGIN)
@@ -54,13 +58,23 @@ def svg(family: Family, samples: Samples, timetable: Timetable | None = None) ->
     )
 
 
-def _strip(family: Family, timetable: Timetable, y: int, width: float) -> list[str]:
-    """Which model runs at which step, from the fully masked end on the left."""
-    body, x, step = [], float(MARGIN), (width - 2 * MARGIN) / timetable.steps
-    for part, rank in runs_of([" "] * timetable.steps, [family.names.index(name) for name in timetable.models]):
-        long = len(part) * step
-        body.append(f"<rect x='{x:.1f}' y='{y}' width='{long:.1f}' height='14' fill='{colour_of(rank)}'/>")
-        x += long
+def _lines(text: str) -> Iterator[slice]:
+    """Lines of at most COLUMNS characters, broken after a space where there is one."""
+    start = 0
+    while start < len(text):
+        end = start + COLUMNS
+        space = text.rfind(" ", start, end + 1) if end < len(text) else -1
+        line = slice(start, space + 1 if space > start else end)
+        yield line
+        start = line.stop
+
+
+def _strip(runs: list[tuple[int, float, float]], y: int, width: float) -> list[str]:
+    """Which model runs at which time, from the fully masked end on the left."""
+    body, long = [], width - 2 * MARGIN
+    for rank, start, end in runs:
+        place = f"x='{MARGIN + (1 - start) * long:.1f}' y='{y}' width='{(start - end) * long:.1f}'"
+        body.append(f"<rect {place} height='14' fill='{colour_of(rank)}'/>")
     body.append(f"<text x='{MARGIN}' y='{y + 32}' {_LABEL}>fully masked (t = 1)</text>")
     body.append(f"<text x='{width - MARGIN}' y='{y + 32}' {_LABEL} text-anchor='end'>text (t = 0)</text>")
     return body

@@ -24,6 +24,7 @@ from relaylm.cli import tools as command_tools
 from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.models.folder import save_family
 from relaylm.models.tokenizer import Text8Tokenizer
+from relaylm.show import picture
 
 COMMON = {"--json", "--config", "-h", "--help"}
 FLAGS = {
@@ -333,8 +334,9 @@ def test_a_failed_write_is_one_line_and_leaves_nothing(
     assert "No space left" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
-def test_picture_of_a_sample(family: str, tmp_path: Path) -> None:
-    words = ["--prompt", "the ", "--schedule", "L8 H16 L8", "--svg", str(tmp_path / "s.svg")]
+@pytest.mark.parametrize("schedule", ["L8 H16 L8", "L25% H50% L25% spaced:4"])
+def test_picture_of_a_sample(family: str, tmp_path: Path, schedule: str) -> None:
+    words = ["--prompt", "the ", "--schedule", schedule, "--svg", str(tmp_path / "s.svg")]
     assert run("sample", "--family", family, *words) == 0
     root = ElementTree.fromstring((tmp_path / "s.svg").read_text())
     texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -343,6 +345,15 @@ def test_picture_of_a_sample(family: str, tmp_path: Path) -> None:
     ]
     assert texts[0] == "the " and sum(map(len, texts[: texts.index("fully masked (t = 1)")])) == 32
     assert len(bars) == 3 and bars[1] == pytest.approx(2 * bars[0], rel=0.01)
+
+
+def test_lines_of_a_picture_break_after_spaces() -> None:
+    text = "a" * 70 + " bc def " + "g" * 80 + " h"
+    lines = [text[line] for line in picture._lines(text)]
+    assert (
+        lines == ["a" * 70 + " ", "bc def ", "g" * picture.COLUMNS, "g" * 8 + " h"] and list(picture._lines("")) == []
+    )
+    assert list(picture._lines("x" * 72 + " y")) == [slice(0, 73), slice(73, 145)]
 
 
 def test_unwritable_output_is_refused_before_any_work(
