@@ -277,7 +277,7 @@ class Run:
         row_F = np.repeat(np.arange(plan.n), (plan.given_nL < 0).sum(axis=1))
         model_nL[row_F, events.positions_F] = np.repeat(model_E, events.count_E)
         trace = Trace(events.step_nL, plan.u_nL, model_nL, self.names)
-        tokens_nL = self.engine.state_nL[: plan.n].contiguous().cpu().numpy()  # waits for the device
+        tokens_nL = self.engine.state_nL[: plan.n].cpu().numpy().copy()  # waits for the device; the engine may be kept
         self.engine.drawer.check()
         assert self.done == len(model_E) and not (tokens_nL == options.mask_id).any(), "a planned event was not run"
         cost.seconds = time.perf_counter() - began
