@@ -216,8 +216,8 @@ def sse(name: str, value: dict[str, Any]) -> dict[str, str]:
 
 
 def streamed(events: AsyncIterator[dict[str, str]]) -> Response:
-    """Server-sent events; a client that takes nothing for 30 seconds is cut off."""
-    return EventSourceResponse(events, ping=15, sep="\n", send_timeout=30)
+    """Server-sent events."""
+    return EventSourceResponse(events, ping=15, sep="\n")
 
 
 async def noted(request: Request, events: Events) -> Events:

@@ -8,6 +8,7 @@ import socket
 import sys
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -16,17 +17,33 @@ from relaylm.serve.app import Backend, Settings, create_app
 from relaylm.serve.process import Worker, start_log
 from relaylm.serve.request import Limits
 
-HEADER_SECONDS = 10.0  # for the first request of a connection to arrive
+HEADER_SECONDS = 10.0  # for the head of a request to arrive
+STALL_SECONDS = 30.0  # for which a client may take nothing of what it is sent
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, for clients that connect and say nothing, which are cut off after a while, and for those whose request
-    stops being HTTP while it is answered."""
+    """uvicorn's, for clients that say nothing or stop within the head of a request, and those that do not read their
+    answers, which are cut off after a while, and for those whose request stops being HTTP while it is answered."""
+
+    _due: asyncio.TimerHandle | None = None  # when the head that has begun must be there
 
     def connection_made(self, transport: Any) -> None:
         """Start the clock."""
         super().connection_made(transport)
-        asyncio.get_running_loop().call_later(HEADER_SECONDS, self._expect)
+        if stall := getattr(socket, "TCP_USER_TIMEOUT", None):  # Linux counts for us, also after the last byte
+            connection = transport.get_extra_info("socket")
+            connection.setsockopt(socket.IPPROTO_TCP, stall, int(1000 * STALL_SECONDS))
+        self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        """Handle what is there; what has begun must go on. (uvicorn stops its own clock at the first byte.)"""
+        super().data_received(data)
+        self._expect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clock."""
+        super().connection_lost(exc)
+        self._forget()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP. An answer that is under way on this connection goes nowhere."""
@@ -40,8 +57,15 @@ class Protocol(H11Protocol):
             super().send_400_response(msg)
 
     def _expect(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
-            self.transport.abort()
+        if self.conn.their_state is not h11.IDLE:
+            self._forget()
+        elif self._due is None and not self.transport.is_closing():
+            self._due = asyncio.get_running_loop().call_later(HEADER_SECONDS, self.transport.abort)
+
+    def _forget(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+        self._due = None
 
 
 def run(
