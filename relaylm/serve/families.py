@@ -83,7 +83,8 @@ def settled(family: Family, ask: Ask, prompt: str | None) -> Request:
         )
     except UserError as error:  # in OpenAI's words, which clients sent
         message = str(error).replace("max_new_tokens", "max_tokens")
-        raise bad(message, "max_tokens" if message != str(error) else None) from None
+        named = message != str(error) and ask.max_tokens is not None
+        raise bad(message, "max_tokens" if named else None) from None
 
 
 def describe_models(family: Family) -> list[dict[str, Any]]:

@@ -182,8 +182,7 @@ class Scheduler:
         with self.changed:
             if self.closing:
                 raise Refused(503, "the server is shutting down", "shutting_down", retry_after=10)
-            waiting = self.rows_waiting
-            room = self.max_rows - self.rows_in_flight if not waiting else 0
+            waiting, room = self.rows_waiting, max(0, self.max_rows - self.rows_in_flight)
             if waiting + rows > self.max_queue + room:
                 after = self.stay * (waiting + self.rows_in_flight) / self.max_rows
                 raise Refused(429, f"{waiting} rows are waiting already: try again later", "busy", retry_after=after)

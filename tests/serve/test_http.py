@@ -343,6 +343,8 @@ def test_refusals_name_the_fields_that_were_sent(running: Running) -> None:
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["param"] == "max_tokens"
         assert "max_tokens" in error["message"] and "max_new_tokens" not in error["message"]
+    error = running.client.post("/v1/completions", json={"infill": "a _", "suffix": "b"}).json()["error"]
+    assert error["param"] is None and "suffix" in error["message"]
 
 
 @pytest.mark.parametrize("number", ["1e39", "1e-40", "1e400", "-1e400", "-1", "1" + "0" * 400, "true"])

@@ -306,6 +306,15 @@ def test_over_the_limits_all_rows_of_a_request_are_refused(family: Family) -> No
     assert one.ends == [None]
 
 
+def test_requests_that_come_at_once_fill_all_places(family: Family) -> None:
+    host = make_host(family, max_rows=2, max_queue=5)
+    sent = [send(host, length=16, steps=4) for _ in range(7)]  # before the scheduler has given out a place
+    with pytest.raises(Refused):
+        send(host, length=16, steps=4)
+    finish(host)
+    assert all(one.ends == [None] for one in sent)
+
+
 @pytest.mark.parametrize("stream", [True, False])  # with log-probabilities, and without
 def test_a_call_that_fails_ends_its_own_request_only(family: Family, stream: bool) -> None:
     def broken(tokens_BL: torch.Tensor, t_B: torch.Tensor) -> torch.Tensor:
