@@ -24,6 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replicas", type=positive, help="with --cluster: how many (default: one for each GPU, else one)")
 
 
+def api_key(given: str | None) -> str | None:
+    """The key that clients must send. One that no client can send, such as an empty one, is an error: with it the
+    server would refuse everybody, without it nobody."""
+    key = os.environ.get("RELAYLM_API_KEY") if given is None else given
+    if key is not None and (not key or key != key.strip() or not key.isprintable()):
+        raise UserError("the API key (--api-key or RELAYLM_API_KEY) must be text without spaces around it")
+    return key
+
+
 def run(args: argparse.Namespace) -> tools.Result:
     """Load the families and serve until interrupted."""
     try:
@@ -36,7 +45,7 @@ def run(args: argparse.Namespace) -> tools.Result:
     if args.port > 65535:
         raise UserError(f"--port must be a whole number from 0 to 65535, not {args.port}")
     limits = Limits(**tools.chosen(args, "max_rows max_queue timeout batch_size"))
-    settings = Settings(args.api_key or os.environ.get("RELAYLM_API_KEY"), log_prompts=args.log_prompts)
+    settings = Settings(api_key(args.api_key), log_prompts=args.log_prompts)
     if args.replicas is not None and args.cluster is None:
         raise UserError("--replicas goes with --cluster")
     sources, address = args.family or [tools.default_family(None)], (args.host, args.port)

@@ -158,7 +158,8 @@ def create_app(backend: Backend, settings: Settings) -> ASGIApp:
         return JSONResponse({"object": "list", "data": await backend.models()})
 
     async def model(request: Request) -> Response:
-        found = [entry for entry in await backend.models() if entry["id"] == request.path_params["name"]]
+        name = "/".join(request.path_params.values())
+        found = [entry for entry in await backend.models() if entry["id"] == name]
         if not found:
             raise Refused(404, "no such model is served here", "model_not_found", "model")
         return JSONResponse(found[0])
@@ -186,6 +187,7 @@ def create_app(backend: Backend, settings: Settings) -> ASGIApp:
         Route("/denoise", denoise, methods=["POST"]),
         Route("/models", models),
         Route("/models/{name}", model),
+        Route("/models/{owner}/{name:path}", model),  # families may be called as on a hub
         Route("/schedule", schedule),
     ]
     routes: list[Any] = [
@@ -356,5 +358,5 @@ class Guard:
         key, path = self.settings.api_key, scope["path"]
         if key is None or not (path.startswith("/v1/") or path == "/metrics"):
             return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, b"Bearer " + key.encode())
+        scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), key.encode())

@@ -25,7 +25,7 @@ def load_families(sources: list[str], device: str, dtype: str | None) -> dict[st
     """Families by the names that clients use: NAME=SOURCE, or the family's own."""
     families: dict[str, Family] = {}
     for text in sources:
-        name, _, source = text.rpartition("=")
+        name, _, source = text.partition("=") if "=" in text else ("", "", text)
         family = Family.load(source, device=device, dtype=dtype)
         if (name := name or family.name or source) in families:
             raise UserError(f"two families are called {name}: name them, --family NAME=SOURCE")

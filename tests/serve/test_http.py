@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -308,6 +309,19 @@ def test_models_and_schedules_are_described(running: Running, family: Family) ->
     assert wrong.status_code == 400 and "100%" in wrong.json()["error"]["message"]
 
 
+def test_a_family_may_be_called_as_on_a_hub(family: Family) -> None:
+    host = Host({"owner/tiny": family})
+    app = httpx.ASGITransport(create_app(host, Settings()))
+
+    async def get(path: str) -> httpx.Response:
+        async with httpx.AsyncClient(transport=app, base_url="http://here") as client:
+            return await client.get(path)
+
+    assert asyncio.run(get("/v1/models/owner/tiny")).json()["id"] == "owner/tiny"
+    assert asyncio.run(get("/v1/models/owner%2Ftiny")).json()["id"] == "owner/tiny"
+    assert asyncio.run(get("/v1/models/owner/other")).json()["error"]["code"] == "model_not_found"
+
+
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
@@ -444,8 +458,9 @@ def test_the_key_is_needed_where_there_is_one(family: Family) -> None:
             assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
             assert one.client.get("/metrics", headers=headers).status_code == 401
         assert one.client.get("/health").status_code == 200
-        good = {"authorization": "Bearer sésame".encode()}
-        assert one.client.post("/v1/denoise", json=ASK, headers=good).status_code == 200
+        for scheme in ("Bearer", "bearer"):
+            good = {"authorization": f"{scheme} sésame".encode()}
+            assert one.client.post("/v1/denoise", json=ASK, headers=good).status_code == 200
     finally:
         one.close()
 

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,7 +24,9 @@ from hostile import attack
 from test_http import Running
 
 import relaylm
+from relaylm.cli.main import main
 from relaylm.models.family import Family
+from relaylm.serve.families import load_families
 from relaylm.serve.process import Worker, _Asked, _signals_wait, packed
 from relaylm.serve.request import Refused
 
@@ -296,3 +299,18 @@ def test_a_family_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "relaylm", "serve", "--family", str(tmp_path / "nothing"), "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.startswith("relaylm: ") and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("key", ["", " key", "key\n"])
+def test_a_key_that_nobody_can_send_is_an_error(
+    key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RELAYLM_API_KEY", key)
+    assert main(["serve", "--family", "nothing"]) == 2
+    assert "API key" in capsys.readouterr().err
+
+
+def test_a_name_ends_at_the_first_equals_sign(folder: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "steps=8"
+    shutil.copytree(folder, odd)
+    assert [*load_families([f"mine={odd}"], "cpu", None)] == ["mine"]
