@@ -290,6 +290,24 @@ def test_a_link_to_a_family_that_is_not_here_says_so(view: Any, address: str, fa
     assert view.locator("#problem").is_hidden()
 
 
+def test_the_strip_is_there_whatever_is_wrong(view: Any, address: str) -> None:
+    """A text that the family cannot read says nothing about the schedule; of one that is none nothing can be shown."""
+    opened(view, address, prompt="THE", schedule="L25% H75%")
+    sync_api.expect(view.locator("#plan")).to_contain_text("'T' is not a symbol")
+    assert view.locator(".segment b").all_inner_texts() == ["4b", "12b"]
+    view.locator("#run").click()
+    sync_api.expect(view.locator("#problem")).to_contain_text("'T' is not a symbol")
+    view.locator("#prompt").fill("the ")
+    sync_api.expect(view.locator("#problem")).to_be_hidden()
+    view.goto("about:blank")
+    opened(view, address, schedule="nonsense")
+    sync_api.expect(view.locator("#plan")).to_contain_text("nonsense")
+    assert view.locator(".segment b").all_inner_texts() == ["12b"]
+    view.locator(".segment").press("s")
+    assert notation(view) == "12b:50% 4b:50%"
+    sync_api.expect(view.locator("#plan")).to_contain_text("calls for 48 positions")
+
+
 def test_every_control_has_a_name_of_its_own(view: Any, address: str) -> None:
     """As a screen reader has it; what is hidden now has a label, too."""
     opened(view, address)

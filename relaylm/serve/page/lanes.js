@@ -1,6 +1,6 @@
 // A run: one lane for the schedule and one for the heavy model alone, drawn as they are written, with their costs.
 import { denoise } from "./client.js";
-import { Lane, Transport, amount, bars, compare, make } from "./show/renderer.js";
+import { Lane, Transport, amount, bars, compare, counted, make } from "./show/renderer.js";
 
 const $ = id => document.getElementById(id);
 const sum = values => values.reduce((a, b) => a + b, 0);
@@ -126,12 +126,12 @@ function draw(at) {
   for (const { view, count } of open) {
     const total = view.sample.calls.length;
     view.show(at === null ? total : at >= transport.total ? Infinity : at);
-    count.textContent = view.at + (view.at < total ? " of " + total : "") + " calls";
+    count.textContent = (view.at < total ? view.at + " of " : "") + counted(total, "call");
   }
   if (open.length > 1) {
     const { differ, both } = compare(open[0].view, open[1].view);
-    if (differ) said.push(differ + " of " + both + " tokens differ; they have a line above.");
-    else if (both) said.push("The same " + both + " tokens in both.");
+    if (differ) said.push(differ + " of " + counted(both, "token") + " differ; a line above marks where.");
+    else if (both) said.push("The same " + counted(both, "token") + " in both.");
   }
   const changes = [...new Set(open.flatMap(({ done }) => done?.changes_law ?? []))];
   if (changes.length) said.push("Not the models' own distribution: " + changes.join(", ") + ".");
@@ -171,7 +171,7 @@ function drawCosts(open) {
 // Saves the stand-alone player with these lanes in it, as `relaylm sample --html` writes it; returns the file's name.
 export async function save() {
   const template = await (await fetch("player.html")).text(), [{ start }] = lanes;
-  const cost = ({ done }) => (done ? sum(Object.values(done.calls)) + " calls"
+  const cost = ({ done }) => (done ? counted(sum(Object.values(done.calls)), "call")
     + (done.flops ? ", " + amount(done.flops, "FLOP") : "") : "stopped");
   const data = {
     title: start.family + ": " + lanes.map(one => one.start.schedule).join(" and "),

@@ -117,7 +117,9 @@ function setPace(pace, value = undefined) {
 }
 
 function showPace() {
-  const pace = $("pace").value;
+  const pace = $("pace").value, [own] = $("pace").options;
+  own.textContent = $("rule").value ? "what the rule chooses"
+    : family.relaylm.spacing ? "at the usual distance" : "what is usual";
   $("number-field").hidden = ["inf", "own"].includes(pace);
   $("number-label").textContent = pace === "steps" ? "Steps" : "Distance";
 }
@@ -165,7 +167,21 @@ async function look() {
     if (error.status === 401) askForKey();
     $("plan").textContent = error.message;
     $("plan").classList.add("bad");
+    if (reopen && error.status === 400) await openAnyway(schedule());
   }
+}
+
+// What is wrong may be the text or a number: the strip shows the schedule all the same, never one of another family.
+async function openAnyway(under) {
+  const { id, relaylm: { models, heavy } } = family;
+  let found = { schedule: heavy, segments: [{ model: heavy, share: 1 }], placement: "ordered" };
+  try {
+    found = await get("v1/schedule", { model: id, schedule: under });
+    reopen = false;
+  } catch {
+    if (strip.models === models) return; // it stays as it was
+  }
+  if (under === schedule()) openSchedule(found);
 }
 
 function openSchedule({ schedule: canonical, segments, placement, steps }) {
@@ -269,11 +285,12 @@ on("pace", "change", () => {
 on("number", "input", inShares);
 on("rule", "change", () => {
   if ($("rule").value && $("pace").value !== "steps") setPace("own");
+  showPace();
   changed();
 });
 for (const radio of radios("mode")) on(radio, "change", () => { showMode(); changed(); });
 for (const radio of radios("snippet")) on(radio, "change", showSnippet);
-for (const id of FIELDS) if (!["schedule", "model"].includes(id)) on(id, "input", () => changed());
+for (const id of FIELDS) if (!["schedule", "model"].includes(id)) on(id, "input", () => { problem(); changed(); });
 on("compare", "change", () => changed());
 on("key", "change", () => { access.key = $("key").value; families.length ? changed() : start(); });
 on("share", "click", () => { remember(); copy(location.href, "Link"); });

@@ -1,5 +1,5 @@
 // The stand-alone player: replays the samples in #data, one lane or two beside each other.
-import { Lane, Transport, amount, bars, compare, make, paint, still, themeButton } from "./renderer.js";
+import { Lane, Transport, amount, bars, compare, counted, make, paint, still, themeButton } from "./renderer.js";
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = id => document.getElementById(id);
@@ -47,7 +47,7 @@ function show(at) {
   meter(calls, call, made);
   if (lanes.length > 1) {
     const { differ, both } = compare(...lanes);
-    state.push(differ + " of " + both + " tokens differ");
+    state.push(differ + " of " + counted(both, "token") + " differ");
   }
   $("state").textContent = state.join(", ");
   const link = "#" + (which + 1) + "/" + at;
@@ -59,7 +59,7 @@ function meter(calls, call, made) {
   const by = made.map(row => row.map((count, m) => [count / (transport.total || 1), data.models[m].colour]));
   if (lanes.length > 1 || !end) {
     bars($("meter"), lanes.map((lane, j) => ({
-      label: lanes.length > 1 ? data.lanes[j].label : "calls", parts: by[j], note: lane.at + " calls",
+      label: lanes.length > 1 ? data.lanes[j].label : "calls", parts: by[j], note: counted(lane.at, "call"),
     })));
     return;
   }

@@ -20,6 +20,8 @@ export function amount(number, unit = "") {
   return (size === 1 ? String(Math.round(value)) : value.toPrecision(3)) + (letter || unit ? " " : "") + letter + unit;
 }
 
+export const counted = (count, word) => count + " " + word + (count === 1 ? "" : "s");
+
 export const paint = (element, colour) => {
   element.classList.add("by");
   element.style.setProperty("--c", colour);
