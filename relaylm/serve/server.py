@@ -22,17 +22,14 @@ STALL_SECONDS = 30.0  # for which a client may take nothing of what it is sent
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, for clients that say nothing or stop within the head of a request, and those that do not read their
-    answers, which are cut off after a while, and for those whose request stops being HTTP while it is answered."""
+    """uvicorn's, for clients that say nothing or stop within the head of a request, which are cut off after a while, and
+    for those whose request stops being HTTP while it is answered."""
 
     _due: asyncio.TimerHandle | None = None  # when the head that has begun must be there
 
     def connection_made(self, transport: Any) -> None:
         """Start the clock."""
         super().connection_made(transport)
-        if stall := getattr(socket, "TCP_USER_TIMEOUT", None):  # Linux counts for us, also after the last byte
-            connection = transport.get_extra_info("socket")
-            connection.setsockopt(socket.IPPROTO_TCP, stall, int(1000 * STALL_SECONDS))
         self._expect()
 
     def data_received(self, data: bytes) -> None:
@@ -68,6 +65,15 @@ class Protocol(H11Protocol):
         self._due = None
 
 
+def listen(address: str, port: int) -> socket.socket:
+    """A socket for clients. Those that do not read what they are sent are cut off after a while by Linux, which also
+    counts once the last byte is handed to it: elsewhere they are not."""
+    listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    if stall := getattr(socket, "TCP_USER_TIMEOUT", None):  # every connection has it from here
+        listener.setsockopt(socket.IPPROTO_TCP, stall, int(1000 * STALL_SECONDS))
+    return listener
+
+
 def run(
     backend: Backend,
     settings: Settings,
@@ -81,7 +87,7 @@ def run(
     `grace` seconds."""
     start_log()
     try:
-        listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        listener = listen(address, port)
     except OSError as error:
         raise UserError(f"cannot listen on {address}:{port}: {reason(error)}") from None
     with listener:

@@ -23,7 +23,7 @@ from relaylm.serve.app import Settings, create_app
 from relaylm.serve.compute import Computer
 from relaylm.serve.host import Host
 from relaylm.serve.request import Limits
-from relaylm.serve.server import Protocol
+from relaylm.serve.server import Protocol, listen
 
 
 class Running:
@@ -33,16 +33,14 @@ class Running:
         computer = Computer({"tiny": family}, Limits(**limits))
         self.scheduler = computer.scheduler
         app = create_app(Host({"tiny": family}, Limits(**limits), computer), settings or Settings())
-        config = uvicorn.Config(
-            app, port=0, http=Protocol, log_config=None, ws="none", h11_max_incomplete_event_size=1 << 15
-        )
-        self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run)
+        config = uvicorn.Config(app, http=Protocol, log_config=None, ws="none", h11_max_incomplete_event_size=1 << 15)
+        self.server, listener = uvicorn.Server(config), listen("127.0.0.1", 0)
+        self.port = listener.getsockname()[1]
+        self.thread = threading.Thread(target=self.server.run, args=([listener],))
         self.thread.start()
         while not self.server.started:
             assert self.thread.is_alive()
             time.sleep(0.01)
-        self.port = self.server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=60)
 
