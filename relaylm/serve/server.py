@@ -22,7 +22,7 @@ STALL_SECONDS = 30.0  # for which a client may take nothing of what it is sent
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, for clients that say nothing or stop within the head of a request, which are cut off after a while, and
+    """uvicorn's, for clients that say nothing or stop within the head of a request, who are cut off after a while, and
     for those whose request stops being HTTP while it is answered."""
 
     _due: asyncio.TimerHandle | None = None  # when the head that has begun must be there

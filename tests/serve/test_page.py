@@ -399,6 +399,15 @@ def test_what_is_pointed_at_is_told_wherever_it_is(view: Any, address: str) -> N
         assert token["y"] + token["height"] <= covering["y"], "the line about the token covers it"
 
 
+def test_the_ring_of_the_focus_is_whole(view: Any, address: str) -> None:
+    """It is drawn up to 4 pixels outside the text, and the line below has a background of its own."""
+    opened(view, address)
+    run(view)
+    for lane in view.locator(".lane").all():
+        text, line = (lane.locator(name).bounding_box() for name in (".text", ".inspect"))
+        assert line["y"] - (text["y"] + text["height"]) >= 4
+
+
 def test_the_keyboard_stays_where_run_and_stop_are(view: Any, address: str) -> None:
     opened(view, address, length="256", pace="steps", number="128")
     view.locator("#run").focus()
