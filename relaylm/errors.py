@@ -33,6 +33,7 @@ LARGEST_TOKEN = 2**31 - 1
 WHOLE = dict.fromkeys(("n", "length", "max_new_tokens", "batch_size", "top_k", "stride", "block_length"), (1, 2**32))
 WHOLE |= {"first_row": (0, 2**32 - 1), "seed": (0, 2**64 - 1), "rows": (1, 2**32), "draws": (1, 2**32)}
 NUMBERS = ("temperature", "top_p")
+CALLBACKS = ("callback", "on_calls", "function")
 TEXTS = ("prompt", "suffix", "infill", "stop", "light", "heavy", "recipe", "method")
 
 
@@ -115,8 +116,12 @@ def _check(name: str, value: Any) -> None:
         whole(value, "steps, unless they are infinity,")
     elif name == "family" and not hasattr(value, "models"):
         raise UserError(f"family must be a Family, as Family.load gives it, not {brief(value)}")
-    elif name == "schedule" and not (isinstance(value, str) or callable(value) or hasattr(value, "models")):
-        raise UserError(f"schedule must be text, a Schedule or a function of a row's state, not {brief(value)}")
+    elif name in ("schedule", "policy") and not (isinstance(value, str) or callable(value) or hasattr(value, "models")):
+        raise UserError(f"{name} must be text, a Schedule or a function of a row's state, not {brief(value)}")
+    elif name == "rule" and not (isinstance(value, str) or hasattr(value, "adaptive")):
+        raise UserError(f"rule must be text such as surest:16, not {brief(value)}")
+    elif name in CALLBACKS and not callable(value):
+        raise UserError(f"{name} must be a function, not {brief(value)}")
     elif name == "models" and not (hasattr(value, "items") and value):
         raise UserError(f"models must be a mapping from names to denoisers, not {brief(value)}")
 
@@ -128,11 +133,12 @@ def token_rows(given: Any, n: int, length: int | None = None) -> np.ndarray:
     try:
         array = np.asarray(given)
     except (ValueError, RuntimeError, TypeError) as error:  # rows of different lengths, a tensor on a device
-        raise UserError(f"given must hold whole numbers, in one row or in {n} ({error})") from None
+        raise UserError(f"given must hold whole numbers in one shape ({error})") from None
     fits = array.ndim == 1 or (array.ndim == 2 and len(array) in (1, n))
     if array.dtype.kind not in "iu" or not fits or not array.size or (length and array.shape[-1] != length):
-        where = f"in one row or in {n}" + (f", of {length} positions" if length else "")
-        raise UserError(f"given must hold whole numbers, {where}, not {array.dtype} in shape {array.shape}")
+        where = f"in one row{'' if n == 1 else f' or in n = {n}'}" + (f", of {length} positions" if length else "")
+        hint = f": for {len(array)} rows give n={len(array)}" if array.ndim == 2 and not fits else ""
+        raise UserError(f"given must hold whole numbers, {where}, not {array.dtype} in shape {array.shape}{hint}")
     if array.min() < -1 or array.max() > LARGEST_TOKEN:
         odd = array.min() if array.min() < -1 else array.max()
         raise UserError(f"given must hold token ids, or -1 where a position is free, not {odd}")

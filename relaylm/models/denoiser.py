@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relaylm.core import cost
-from relaylm.errors import UserError, brief
+from relaylm.errors import UserError, brief, checked
 from relaylm.kernels import available
 from relaylm.models.layers import (
     Block,
@@ -72,6 +72,7 @@ class Denoiser(Protocol):
 class FromLogits:
     """A denoiser from any function (tokens_BL, t_B) -> logits_BLV: convenient, and as slow as that function is."""
 
+    @checked
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.function = function
 

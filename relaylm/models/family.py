@@ -20,7 +20,7 @@ import torch
 
 from relaylm.core import cost
 from relaylm.core.schedule import Schedule, Spacing
-from relaylm.errors import UserError, meant, reason
+from relaylm.errors import UserError, brief, meant, reason
 from relaylm.files import backup, expand, read_bytes, read_object
 from relaylm.models.denoiser import Architecture, Denoiser, Transformer
 from relaylm.models.folder import (
@@ -123,7 +123,7 @@ class Stored:
     narrow: bool = False
 
 
-@dataclass
+@dataclass(repr=False)
 class Family:
     """Denoisers that may take turns, ordered from light to heavy."""
 
@@ -163,6 +163,10 @@ class Family:
         """How many numbers each model has that were learned, of those that say."""
         counted = {name: model for name, model in self.models.items() if isinstance(model, torch.nn.Module)}
         return {name: sum(tensor.numel() for tensor in model.parameters()) for name, model in counted.items()}
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(self.names)
+        return f"<Family {self.name or 'without a name'}: {sizes}; length {self.length}, vocabulary {self.vocab_size}>"
 
     def __getitem__(self, name: str) -> Denoiser:
         return self.models[self.named(name)]
@@ -298,6 +302,8 @@ class Family:
         `dtype` is what the blocks compute in: by default bfloat16 on CUDA and float32 elsewhere (the rest is float32
         either way; float64 is for tests). `narrow` puts the residual stream in that type as well, which is faster on a
         GPU and only nearly the same law. adaLN without time conditioning is folded into the weights."""
+        if source is None or isinstance(source, bool | int | float):
+            raise UserError(f"a family is loaded from a folder, a bundled name or a hub id, not from {brief(source)}")
         if os.path.isfile(on_disk(source) / MANIFEST):
             return load_family(locate(source, revision), device, dtype, narrow)
         from relaylm.convert import open_family  # the one import of a higher floor: it knows every other format

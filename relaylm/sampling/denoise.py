@@ -42,7 +42,7 @@ ResultT = TypeVar("ResultT")
 @checked
 def denoise(
     models: Mapping[str, Any],
-    policy: Policy | Schedule,
+    policy: str | Schedule | Policy,
     plan: Plan,
     *,
     mask_id: int,
@@ -59,14 +59,15 @@ def denoise(
 ) -> Samples:
     """Run a plan to its end. The lower of two levels: no tokenizer, no defaults taken from a family.
 
-    `policy` is a Schedule with model names in it (roles already bound), a Timetable, or any function of a RowState;
-    `steps` is T, or infinity. `heavy` names the model that savings are counted against (default: the last one).
+    `policy` is a Schedule with model names in it (roles already bound) or its text, a Timetable, or any function of a
+    RowState; `steps` is T, or infinity. `heavy` names the model that savings are counted against (default: the last).
     `batch_size` is the number of rows in every call, short batches being padded, so that a row's calls always have the
     same shapes; it is halved only if memory runs out, and bounded where rows are few (the cost says what was used).
     `callback` receives every event, `on_calls(done, total)` the number of row-calls. An `engine` of an earlier run with
     the same models, law, seed and as many rows brings what it captured on the device. `call_nL` says which call writes
     each position, from 1 up (0: given), where that is no grid of steps."""
     began = time.perf_counter()
+    policy = Schedule.parse(policy) if isinstance(policy, str) else policy
     options = Options(mask_id, law or Law(), batch_size, heavy, device, callback, on_calls)
     run, finish = begin(models, policy, plan, options, steps, alpha, engine, call_nL)
     try:

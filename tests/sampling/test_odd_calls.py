@@ -43,7 +43,8 @@ ODD += [
 ]
 ODD += [("schedule", value) for value in (3, None, [], {}, "", "a:x", "\ud800")]
 ODD += [("family", value) for value in ("wiki-char", None, 3)]
-ODD += [("rule", "no-such-rule"), ("spacing", 0), ("spacing", "x"), ("spacing", 1.5)]
+ODD += [(name, value) for name in ("callback", "on_calls") for value in (3, "x")]
+ODD += [("rule", "no-such-rule"), ("rule", 3), ("spacing", 0), ("spacing", "x"), ("spacing", 1.5)]
 ODD += [
     ("given", given(-5, np.int64)),
     ("given", given(1.7)),
@@ -71,6 +72,38 @@ def test_an_odd_argument_is_refused(name: str, value: Any) -> None:
     with pytest.raises(UserError) as caught:
         relaylm.sample(options.pop("family"), **options)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_rows_for_which_n_is_missing() -> None:
+    with pytest.raises(UserError, match="for 3 rows give n=3"):
+        relaylm.sample(family(), "a", given=np.full((3, LENGTH), -1), steps=2)
+
+
+@pytest.mark.parametrize("value", [None, 3, 1.5, True])
+def test_what_is_no_source_of_a_family_is_refused(value: Any) -> None:
+    with pytest.raises(UserError, match="loaded from"):
+        Family.load(value)
+
+
+@pytest.mark.parametrize("value", [None, 3, "x"])
+def test_what_is_no_denoiser_is_refused(value: Any) -> None:
+    with pytest.raises(UserError, match="function"):
+        relaylm.FromLogits(value)
+
+
+def test_denoise_reads_a_schedule_from_text() -> None:
+    models, plan = family().models, relaylm.make_plan(2, LENGTH, seed=1)
+    said = relaylm.denoise(models, "a:100% spaced:3", plan, mask_id=V - 1)
+    meant = relaylm.denoise(models, relaylm.Schedule.parse("a:100% spaced:3"), plan, mask_id=V - 1)
+    assert (said.tokens == meant.tokens).all() and said.schedule == meant.schedule
+    for odd in (None, 3, "", "b:4"):
+        with pytest.raises(UserError, match=r"schedule|policy"):
+            relaylm.denoise(models, odd, plan, mask_id=V - 1)  # type: ignore[arg-type]
+
+
+def test_a_family_is_shown_in_a_line() -> None:
+    assert repr(family()) == "<Family without a name: a; length 12, vocabulary 28>"
+    assert repr(Family.load("wiki-char")) == "<Family wiki-char: 4b, 8b, 12b; length 256, vocabulary 28>"
 
 
 @pytest.mark.parametrize("name", ["n", "length", "first_row", "seed"])
