@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from relaylm.console import Bar, progress_bar
 from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
@@ -69,6 +71,21 @@ def test_a_part_that_fails_leaves_null_and_a_reason(result: dict[str, Any]) -> N
     assert result["reference_compiled_ms_per_row_step"] is None and result["peak_memory_engine"] is None
     assert result["errors"]["compiled reference"] == "RuntimeError: no compiler"
     assert set(result["errors"]) == {"compiled reference", "memory"}
+
+
+@pytest.mark.parametrize("parts", [(), ("kl", "growth")])
+def test_progress_counts_the_parts_that_are_measured(parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time left is that of the parts asked for."""
+    bars = []
+    module = sys.modules[bench.__module__]
+
+    def recorded(*words: Any) -> Bar:
+        bars.append(progress_bar(*words))
+        return bars[-1]
+
+    monkeypatch.setattr(module, "progress_bar", recorded)
+    bench(**TOY, parts=parts)
+    assert [(bar.n, bar.total) for bar in bars] == [(4 + len(parts), 4 + len(parts))]
 
 
 def test_a_cache_too_large_for_memory_is_measured_in_half_a_batch(

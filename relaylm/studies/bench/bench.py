@@ -38,6 +38,7 @@ PARTS = (
     *("cache", "compiled", "trajectory", "shares", "memory", "breakdown", "kl", "rival", "growth", "bound"),
     *("spaced", "latency", "rules"),
 )
+ALWAYS = 4  # parts that are measured whatever is asked for: both references, the warm-up, the two samplers in turn
 # What a result always has; null where it was not measured.
 FIGURES = """reference_ms_per_row_step reference_cache_ms_per_row_step reference_compiled_ms_per_row_step
 reference_cache_batch reference_compiled_batch engine_ms_per_row_step speedup speedup_light speedup_over_cache
@@ -73,7 +74,7 @@ class Runner:
         finally:
             if self.progress:
                 seconds = time.perf_counter() - began
-                print(f"{name}: {seconds:.1f} s {self.errors.get(name, '')}", file=sys.stderr)
+                print(f"{name}: {seconds:.1f} s {self.errors.get(name, '')}".rstrip(), file=sys.stderr)
             self.bar.update()
             free_memory(self.device)
         return {}
@@ -89,7 +90,7 @@ def bench(progress: bool = True, parts: Sequence[str] | None = None, **sizes: An
     if unknown := sorted(wanted - set(PARTS)):
         raise UserError(f"bench has no part {unknown[0]!r}; the parts are {', '.join(PARTS)}")
     job = Job.of(**sizes)
-    with progress_bar("bench", 15, "part", progress) as bar:
+    with progress_bar("bench", ALWAYS + len(wanted), "part", progress) as bar:
         run = Runner(wanted, job.device, progress, bar)
         found = _measured(job, run)
     return {
