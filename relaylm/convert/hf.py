@@ -210,7 +210,8 @@ def open_folder(folder: Path, name: str, options: Options, tokenizer_mask: int |
         check_tensors({key: lazy for key, lazy in tensors.items() if key not in tied}, expected, folder)
     mask_id = stored.get("mask_token_id", mask_id) if options.mask_id is None else options.mask_id
     if not isinstance(mask_id, int):
-        raise UserError(f"{folder} does not say which token is the mask: give mask_id, or a tokenizer that has one")
+        how = "give mask_id (relaylm convert --mask-id), or a tokenizer that has one"
+        raise UserError(f"{folder} does not say which token is the mask: {how}")
     length = options.length
     if not length:
         length = number(config, "max_position_embeddings", path)

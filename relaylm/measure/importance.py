@@ -259,7 +259,7 @@ def _times(timesteps: int | Sequence[float]) -> list[float]:
         return [k / timesteps for k in range(1, timesteps + 1)]
     times = sorted({float(t) for t in timesteps})
     if not times or not all(0 < t <= 1 for t in times):
-        raise UserError("times must lie above 0 (all written) and at most at 1 (all masked)")
+        raise UserError("times must be above 0 (all written) and at most 1 (all masked)")
     return times
 
 

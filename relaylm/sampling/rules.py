@@ -303,7 +303,7 @@ class Rule:
         limits = self.limits or ((0.0, 1e6),) * len(self.numbers)
         for value, (low, high) in zip(self.numbers, limits, strict=True):
             if not low < value <= high:
-                raise UserError(f"the numbers of {self.name} must lie above {low:g} and at most at {high:g}: {self}")
+                raise UserError(f"the numbers of {self.name} must be above {low:g} and at most {int(high)}: {self}")
         if self.spaced and any(value != int(value) for value in self.numbers):
             raise UserError(f"{self.name}:D:N takes whole numbers, not {self}")
         if self.block is not None and self.block < 1:

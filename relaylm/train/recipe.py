@@ -219,7 +219,8 @@ def _checked(key: str, value: Any) -> Any:
     if isinstance(default, float) and type(value) is int:
         value = float(value)
     if type(value) is not type(default):
-        raise UserError(f"{key} must be of the kind {type(default).__name__}, not {value!r}")
+        kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+        raise UserError(f"{key} must be {kinds.get(type(default), type(default).__name__)}, not {value!r}")
     return value
 
 

@@ -594,7 +594,7 @@ def test_rules_in_words_and_back() -> None:
     [
         ("greedy", "the rules are"),
         ("threshold:x", "the rules are"),
-        ("threshold:1.5", "at most at 1"),
+        ("threshold:1.5", "at most 1"),
         ("remdm-cap:0", "above 0"),
         ("remdm-conf:1", "too many"),
         ("low-confidence:2.5", "too many numbers or a broken one"),

@@ -123,7 +123,8 @@ def test_overrides_and_bad_settings(tmp_path: Path) -> None:
     assert without.twin is None and without.judge is None
     for bad, message in (
         ({"speed": 3}, "no setting 'speed'"),
-        ({"lr": "fast"}, "kind float"),
+        ({"lr": "fast"}, "lr must be a number, not 'fast'"),
+        ({"steps": 1.5}, "steps must be a whole number, not 1.5"),
         ({"steps": 0}, "at least 1"),
         ({"depths": "4,6"}, "list of whole numbers"),
         ({"depths": [4, 4]}, "different numbers"),
