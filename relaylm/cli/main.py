@@ -159,7 +159,8 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"there is no command {argv[0]!r}{hint} the commands are {', '.join(COMMANDS)}")
         args = apply_config(build_parser(argv[:1] if argv and argv[0] in COMMANDS else COMMANDS), argv)
         for name in ("json", "csv", "svg", "html", "markdown"):  # flags that name a file to be written
-            check_writable(getattr(args, name, None))
+            path = getattr(args, name, None)
+            check_writable(None if name == "json" and path == "-" else path)
         check_plot(getattr(args, "plot", None))
         result = args.run(args)
         if args.json is not None and os.environ.get("RANK", "0") == "0":

@@ -50,6 +50,8 @@ def run(args: argparse.Namespace) -> tools.Result:
 
     family = tools.load_family(args)
     name, length = family.named(args.model or family.heavy), args.length or family.length
+    if length > family.length:
+        raise UserError(f"length {length} is more than the family's {family.length}")
     budget = calls_within(args.budget, length)
     if args.keep and (family.stored is None or name != family.roles()[1] or length != family.length):
         raise UserError(

@@ -27,6 +27,8 @@ def run(args: argparse.Namespace) -> tools.Result:
     *sources, folder = args.sources
     if not sources:
         raise UserError("name at least one text and then the folder to write")
+    if args.packing == "running" and args.length is not None:
+        raise UserError("--length goes with --packing wrap or pad: running text is cut into rows when it is trained on")
     same = tools.chosen(args, "tokenizer packing length holdout")
     corpus = prepare(sources, folder, licence=args.license, progress=sys.stderr.isatty(), **same)
     tools.note(f"{folder}: {corpus.train.size:,} tokens to train on, {corpus.heldout.size:,} held out")

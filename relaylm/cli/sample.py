@@ -197,8 +197,12 @@ def cost_line(samples: Any, schedule: str, heavy: str, reference: int) -> str:
     cost = samples.cost
     calls = ", ".join(f"{count} of {name}" for name, count in cost.calls.items() if count)
     steps = "infinitely many" if math.isinf(samples.steps) else f"{int(samples.steps)}"
-    law = f"{samples.law}, at most {steps} calls a row" if samples.law.startswith("spaced") else f"{steps} steps"
-    law = f"{samples.law}, {steps} steps" if samples.law.startswith("blocks") else law
+    many = "" if samples.steps == 1 else "s"
+    law = f"{steps} step{many}"
+    if samples.law.startswith("spaced"):
+        law = f"{samples.law}, at most {steps} call{many} a row"
+    elif samples.law.startswith("blocks"):
+        law = f"{samples.law}, {law}"
     line = f"{schedule}: {law}, calls: {calls}"
     if cost.flops is not None:
         line += f"; {cost.flops:.3g} FLOPs"

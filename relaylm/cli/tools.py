@@ -121,8 +121,10 @@ def token_rows(family: Any, path: str | None, length: int, rows: int | None) -> 
 
 def check_writable(path: str | None) -> None:
     """Refuse an output that could not be written, before any work is done."""
-    if path is None or path == "-":
+    if path is None:
         return
+    if path == "-":
+        raise UserError("- stands for standard output with --json alone: name a file")
     target = Path(os.path.realpath(expand(path)))
     if target.is_dir():
         raise UserError(f"cannot write {path}: it is a folder")

@@ -44,7 +44,7 @@ def lay_out(
         if value is not None and value < 1:
             raise UserError(f"{key} must be at least 1, not {value}")
     if length is not None and length > family.length:
-        raise UserError(f"length {length} is more than the family's {family.length}")
+        raise UserError(f"length {length} is more than the family's {family.length}: longer texts need a stride")
     if length is not None and max_new_tokens is not None:
         raise UserError("give length or max_new_tokens, not both")
     if infill is not None:

@@ -300,5 +300,6 @@ def limits(problem: Problem, budget: str | float | Sequence[float] | None, light
         what = f"no schedule of {', '.join(problem.models)} fits a budget of {asked[0]}"
         raise UserError(f"{what}: {most} ({floor:.4g} {problem.unit} a row)")
     if len(within) < len(found):
-        problem.notes.append(f"{len(found) - len(within)} budgets were left out: {most}")
+        left = len(found) - len(within)
+        problem.notes.append(f"{left} budget{' was' if left == 1 else 's were'} left out: {most}")
     return within

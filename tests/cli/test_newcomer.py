@@ -119,6 +119,43 @@ def test_a_found_schedule_is_used_as_the_hint_says(
     assert found["family"]["source"] == str(tmp_path / "mine")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"), [("--spacing 1", "at most 1 call a row,"), ("-T 1", " 1 step,"), ("-T 2", " 2 steps,")]
+)
+def test_the_cost_line_counts(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sample", "--family", "wiki-char", "--length", "8", *words.split()]) == 0
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--html", "--svg"])
+def test_only_json_goes_to_standard_output(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of the name - would be a surprise."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["sample", "--family", "wiki-char", "--length", "8", flag, "-"]) == 2
+    assert "--json alone" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("pairs --family wiki-char --length 257", "more than the family's 256"),
+        ("sample --family wiki-char --length 257", "need a stride"),
+        ("prepare my.txt corpus --length 64", "--packing wrap or pad"),
+        ("sample --family wiki-char --rule threshold:2", "above 0 and at most 1: threshold:2"),
+        ("sample --family wiki-char --rule surest:1e7", "above 0 and at most 1000000: surest:1e+07"),
+    ],
+)
+def test_numbers_out_of_place(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_text("the history of the river " * 20)
+    assert cli.main(words.split()) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("shtab")
