@@ -584,6 +584,7 @@ def test_json_says_how_it_was_made(command: str, judged: str, tmp_path: Path, mo
     words = [command, *PROVENANCE[command], "--family", judged, "--seed", "3", "--device", "cpu", "--json", "a b.json"]
     words += ["--text", "held.txt"] if command == "bound" else []
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/relaylm", *words])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as a script, however pytest was started
     assert run(*words) == 0
     result = json.loads(Path("a b.json").read_text())
     assert shlex.split(result["command"]) == ["relaylm", *words]
