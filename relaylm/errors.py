@@ -105,6 +105,12 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def check_family(value: Any) -> None:
+    """Refuse what is no family, such as the name of one."""
+    if not hasattr(value, "models"):
+        raise UserError(f"family must be a Family, as Family.load gives it, not {brief(value)}")
+
+
 def _check(name: str, value: Any) -> None:
     if name in WHOLE:
         whole(value, name, *WHOLE[name])
@@ -114,13 +120,15 @@ def _check(name: str, value: Any) -> None:
         raise UserError(f"{name} must be text, not {brief(value)}")
     elif name == "steps" and not (isinstance(value, Real) and value == math.inf):
         whole(value, "steps, unless they are infinity,")
-    elif name == "family" and not hasattr(value, "models"):
-        raise UserError(f"family must be a Family, as Family.load gives it, not {brief(value)}")
+    elif name == "family":
+        check_family(value)
     elif name in ("schedule", "policy") and not (isinstance(value, str) or callable(value) or hasattr(value, "models")):
         raise UserError(f"{name} must be text, a Schedule or a function of a row's state, not {brief(value)}")
     elif name == "rule" and not (isinstance(value, str) or hasattr(value, "adaptive")):
         raise UserError(f"rule must be text such as surest:16, not {brief(value)}")
-    elif name in CALLBACKS and not callable(value):
+    elif name == "plan" and not hasattr(value, "given_nL"):
+        raise UserError(f"plan must be a Plan, as make_plan gives it, not {brief(value)}")
+    elif name in CALLBACKS and not (callable(value) or hasattr(value, "put")):  # or a streamer
         raise UserError(f"{name} must be a function, not {brief(value)}")
     elif name == "models" and not (hasattr(value, "items") and value):
         raise UserError(f"models must be a mapping from names to denoisers, not {brief(value)}")

@@ -54,7 +54,7 @@ from relaylm.sampling.result import reference_flops
 @checked
 def compare(
     family: Family,
-    schedules: Sequence[str | Schedule],
+    schedules: str | Sequence[str | Schedule],
     n: int = 400,
     *,
     steps: float | None = None,
@@ -89,6 +89,7 @@ def compare(
     device, in another batch size or under another version of PyTorch, which have the same law but not always the same
     bits. With a `cluster` (`relaylm.cluster`) its workers sample; this process judges and stores.
     """
+    schedules = [schedules] if isinstance(schedules, str) and schedules else schedules
     if not schedules:
         raise UserError("there is nothing to compare: name at least one schedule")
     if n < 2:

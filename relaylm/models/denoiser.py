@@ -86,6 +86,9 @@ class FromLogits:
             raise UserError(
                 f"a denoiser's logits must be floating-point numbers (rows, positions, tokens), not {found}"
             )
+        if logits_BLV.shape[:2] != tokens_BL.shape:
+            found = f"{(*logits_BLV.shape,)} for {(*tokens_BL.shape,)}"
+            raise UserError(f"a denoiser's logits must be those of all rows and positions, not of shape {found}")
         return logits_BLV
 
     def logits_at(self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor) -> Tensor:

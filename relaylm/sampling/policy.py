@@ -73,6 +73,7 @@ def check_request(
 ) -> None:
     """Refuse given tokens that are none of the models', and options without a meaning."""
     check_whole(models)
+    whole(mask_id, "mask_id", 0)
     if heavy is not None and heavy not in models:
         raise UserError(f"there is no model {heavy!r} to count savings against; the models are {', '.join(models)}")
     if batch_size is not None:

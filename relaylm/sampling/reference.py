@@ -127,7 +127,7 @@ def still_holds(model: Denoiser, x_BL: Tensor, next_BL: Tensor) -> bool:
 
 def sample_reference(
     models: Mapping[str, Denoiser],
-    schedule: Schedule | Timetable,
+    schedule: str | Schedule | Timetable,
     n: int,
     length: int,
     *,
@@ -152,7 +152,8 @@ def sample_reference(
         raise UserError(f"the number of samples and the length must be at least 1, not {n} and {length}")
     if not 0 <= eps < 1:
         raise UserError(f"eps must be at least 0 and below 1, not {eps}")
-    if (table := timetable_of(schedule, steps)) is None:
+    parsed = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
+    if (table := timetable_of(parsed, steps)) is None:
         raise UserError("the reference samplers take a finite number of steps")
     unknown = [name for name in table.models if name not in models]
     if unknown:

@@ -44,7 +44,8 @@ def lay_out(
         if value is not None and value < 1:
             raise UserError(f"{key} must be at least 1, not {value}")
     if length is not None and length > family.length:
-        raise UserError(f"length {length} is more than the family's {family.length}: longer texts need a stride")
+        more = "relaylm sample --stride writes longer texts"
+        raise UserError(f"length {length} is more than the family's {family.length} ({more})")
     if length is not None and max_new_tokens is not None:
         raise UserError("give length or max_new_tokens, not both")
     if infill is not None:
@@ -364,6 +365,9 @@ def sample(
         from relaylm.sampling.blocks import continued
 
         samples = continued(run, request.given, family.length, length or 0, stride, seed)
+    if (highest := int(samples.tokens.max())) >= family.vocab_size:
+        known = f"the family knows ids 0 to {family.vocab_size - 1} only"
+        raise UserError(f"a model wrote token {highest}, but {known}: its logits are of a larger vocabulary")
     if streamer is not None:  # the whole first row, once it is written
         streamer.put(torch.from_numpy(samples.tokens[:1]))
         streamer.end()

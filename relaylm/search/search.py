@@ -23,7 +23,7 @@ import numpy as np
 
 from relaylm.core import cost
 from relaylm.core.schedule import Schedule, Spacing
-from relaylm.errors import UserError, meant
+from relaylm.errors import UserError, check_family, meant
 from relaylm.measure import prices as pricing
 from relaylm.measure.estimate import announce, announce_calls
 from relaylm.measure.evaluate import Workers, given_rows
@@ -109,6 +109,7 @@ def search(
     `store` a search continues where it was stopped. `cluster` are workers, such as a `relaylm.cluster.Cluster`.
     """
     began = time.monotonic()
+    check_family(family)
     for what, number, least in (("n", n, 2), ("confirm", confirm, 2), ("rows", rows, 1), ("segments", segments, 1)):
         if number is not None and number < least:
             raise UserError(f"{what} must be at least {least}, not {number}")

@@ -141,7 +141,8 @@ def test_only_json_goes_to_standard_output(
     ("words", "said"),
     [
         ("pairs --family wiki-char --length 257", "more than the family's 256"),
-        ("sample --family wiki-char --length 257", "need a stride"),
+        ("sample --family wiki-char --length 257", "--stride writes longer texts"),
+        ("compose --family wiki-char --length 257 -n 2", "more than the family's 256"),
         ("prepare my.txt corpus --length 64", "--packing wrap or pad"),
         ("sample --family wiki-char --rule threshold:2", "above 0 and at most 1: threshold:2"),
         ("sample --family wiki-char --rule surest:1e7", "above 0 and at most 1000000: surest:1e+07"),

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from search_oracle import small_family
 
 import relaylm
 from relaylm.errors import UserError
+from relaylm.measure.compare import compare
 from relaylm.models.family import Family
 from relaylm.models.tokenizer import Text8Tokenizer
 from relaylm.sampling.denoise import rows_in_call
@@ -89,6 +91,43 @@ def test_what_is_no_source_of_a_family_is_refused(value: Any) -> None:
 def test_what_is_no_denoiser_is_refused(value: Any) -> None:
     with pytest.raises(UserError, match="function"):
         relaylm.FromLogits(value)
+
+
+def test_logits_of_other_positions_are_refused() -> None:
+    odd = Family({"a": relaylm.FromLogits(lambda tokens, t: torch.zeros(len(tokens), 5, V))}, V - 1, V, LENGTH)
+    with pytest.raises(UserError, match="all rows and positions"):
+        relaylm.sample(odd, "a", 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"rule": "low-confidence"}, {"spacing": 3}])
+def test_logits_of_a_larger_vocabulary_are_refused(options: dict[str, Any]) -> None:
+    """Two outputs too many must not write tokens that nobody can read."""
+    peak = torch.nn.functional.one_hot(torch.tensor(V), V + 2) * 50.0
+    odd = Family({"a": relaylm.FromLogits(lambda tokens, t: peak.expand(*tokens.shape, -1))}, V - 1, V, LENGTH)
+    with pytest.raises(UserError, match=f"wrote token {V}"):
+        relaylm.sample(odd, "a", 2, **options)
+
+
+@pytest.mark.parametrize(("name", "value"), [("plan", np.zeros((2, 3))), ("mask_id", None), ("mask_id", "x")])
+def test_an_odd_call_of_denoise_is_refused(name: str, value: Any) -> None:
+    options: dict[str, Any] = {"plan": relaylm.make_plan(2, LENGTH), "mask_id": V - 1, name: value}
+    with pytest.raises(UserError, match=name):
+        relaylm.denoise(family().models, "a:4", **options)
+
+
+def test_one_schedule_may_be_text_everywhere() -> None:
+    own = family()
+    drawn = [
+        relaylm.sample_reference(own.models, s, 2, 8, mask_id=V - 1) for s in ("a:4", relaylm.Schedule.parse("a:4"))
+    ]
+    assert (drawn[0].tokens == drawn[1].tokens).all()
+    toy = small_family()
+    one, listed = (compare(toy, s, 2, length=8, rivals=False, progress=False) for s in ("heavy", ["heavy"]))
+    assert [row["schedule"] for row in one["rows"]] == [row["schedule"] for row in listed["rows"]]
+    with pytest.raises(UserError, match="nothing to compare"):
+        compare(toy, "", 2)
+    with pytest.raises(UserError, match="must be a Family"):
+        relaylm.search("wiki-char")  # type: ignore[arg-type]
 
 
 def test_denoise_reads_a_schedule_from_text() -> None:

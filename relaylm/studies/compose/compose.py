@@ -32,7 +32,7 @@ from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure import metrics
 from relaylm.measure.estimate import announce_samples
-from relaylm.measure.evaluate import Drawn, Evaluator, SampleSpec, figures, judge_rows, texts_of
+from relaylm.measure.evaluate import Drawn, Evaluator, SampleSpec, figures, given_rows, judge_rows, texts_of
 from relaylm.measure.judge import Scores, load_judge, log_perplexity
 from relaylm.measure.likelihood import held_out, spread_rows
 from relaylm.measure.store import Store, open_store
@@ -156,7 +156,7 @@ def compose(
     for cell in grid:
         cell.check(length)
     kept: dict[str, Any] = {"piece": n, "store": open_store(store), "fresh": fresh}
-    given_nL = np.full((n, length), -1)
+    given_nL, _ = given_rows(family, None, n, length)
     evaluator = Evaluator(family, load_judge(judge, family), given_nL, heavy, seed=seed, batch=batch_size, **kept)
     missing = [cell for cell in grid if stored_only and not evaluator.has(cell.spec)]
     if len(missing) == len(grid):
