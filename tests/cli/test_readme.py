@@ -259,6 +259,12 @@ def first_cells(text: str) -> list[str]:
     return found
 
 
+def test_reference_has_the_json_of_each_command() -> None:
+    table = sections(REFERENCE.read_text(encoding="utf-8"), "##")["JSON output"]
+    listed = re.findall(r"^\| `([a-z]+)` \|", table, re.MULTILINE)
+    assert sorted(listed) == sorted(name for name in cli.COMMANDS if name != "serve")
+
+
 def test_reference_lists_each_command_with_its_arguments() -> None:
     listed = sections(sections(REFERENCE.read_text(encoding="utf-8"), "##")["Commands"], "###")
     documented = {
