@@ -208,5 +208,6 @@ def cost_line(samples: Any, schedule: str, heavy: str, reference: int) -> str:
         line += f"; {cost.flops:.3g} FLOPs"
     if cost.flops_saved is not None:
         word = "saved" if cost.flops_saved >= 0 else "more"
-        line += f", {100 * abs(cost.flops_saved):.1f}% {word} (against {heavy} alone in {reference} steps)"
+        against = f"{heavy} alone in {reference} step{'' if reference == 1 else 's'}"
+        line += f", {100 * abs(cost.flops_saved):.1f}% {word} (against {against})"
     return f"{line}; {cost.seconds:.2f} s"

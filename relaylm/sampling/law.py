@@ -31,7 +31,8 @@ class Law:
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise UserError(f"temperature must be above 0, not {self.temperature}")
+            zero = ": 0 goes with a decoding rule" if self.temperature == 0 else ""
+            raise UserError(f"temperature must be above 0, not {self.temperature}{zero}")
         if not COLDEST <= self.temperature <= HOTTEST:
             allowed = f"from {COLDEST:g} to {HOTTEST:g}, so that float32 holds logits divided by it"
             raise UserError(f"temperature must lie {allowed}, not {self.temperature}")

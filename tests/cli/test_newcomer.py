@@ -127,6 +127,11 @@ def test_the_cost_line_counts(words: str, said: str, capsys: pytest.CaptureFixtu
     assert said in capsys.readouterr().err
 
 
+def test_the_cost_line_counts_the_steps_of_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sample", "--family", "wiki-char", "--infill", "_"]) == 0
+    assert "alone in 1 step)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--html", "--svg"])
 def test_only_json_goes_to_standard_output(
     flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -143,6 +148,7 @@ def test_only_json_goes_to_standard_output(
         ("pairs --family wiki-char --length 257", "more than the family's 256"),
         ("sample --family wiki-char --length 257", "--stride writes longer texts"),
         ("compose --family wiki-char --length 257 -n 2", "more than the family's 256"),
+        ("sample --family wiki-char --temperature 0", "not 0.0: 0 goes with a decoding rule"),
         ("prepare my.txt corpus --length 64", "--packing wrap or pad"),
         ("sample --family wiki-char --rule threshold:2", "above 0 and at most 1: threshold:2"),
         ("sample --family wiki-char --rule surest:1e7", "above 0 and at most 1000000: surest:1e+07"),
