@@ -13,7 +13,7 @@ import torch
 
 from relaylm.core.cost import Price
 from relaylm.core.schedule import Schedule
-from relaylm.measure.judge import from_logits
+from relaylm.measure.judge import Judge, from_logits
 from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.models.family import Family
 from relaylm.models.tokenizer import Text8Tokenizer
@@ -111,3 +111,19 @@ def oracle_problem(
     return Problem(
         family, trials, names[0], names[-1], names, steps, segments, tuple(densities), "blocks", prices, free
     )
+
+
+class Never:
+    """A causal judge that gives some symbols no probability and all others the same."""
+
+    def __init__(self, *symbols: int) -> None:
+        self.symbols = list(symbols)
+
+    def logits(self, tokens: torch.Tensor, t: Any) -> torch.Tensor:
+        logits = torch.zeros(*tokens.shape, VOCAB)
+        logits[..., self.symbols] = -torch.inf
+        return logits
+
+
+def never(*symbols: int) -> Judge:
+    return from_logits(Never(*symbols), "never", key=f"never {symbols}")

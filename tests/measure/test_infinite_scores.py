@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from search_oracle import VOCAB, network, small_family
+from search_oracle import VOCAB, Never, network, never, small_family
 
 from relaylm.cli import main as cli
 from relaylm.core.schedule import Schedule
@@ -19,7 +19,7 @@ from relaylm.files import plain, with_infinities, write_json
 from relaylm.measure import metrics
 from relaylm.measure.compare import compare, render
 from relaylm.measure.importance import difference as importance_difference
-from relaylm.measure.judge import Judge, from_logits, score
+from relaylm.measure.judge import from_logits, score
 from relaylm.measure.likelihood import bound, causal_bound, masked_sums
 from relaylm.measure.plan_likelihood import continuation_bound, plan_bound
 from relaylm.measure.schedule_likelihood import measure_table, schedule_bound, step_costs
@@ -33,22 +33,6 @@ from relaylm.studies.compose.view import render as render_compose
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 INF = math.inf
-
-
-class Never:
-    """A causal judge that gives some symbols no probability and all others the same."""
-
-    def __init__(self, *symbols: int) -> None:
-        self.symbols = list(symbols)
-
-    def logits(self, tokens: torch.Tensor, t: Any) -> torch.Tensor:
-        logits = torch.zeros(*tokens.shape, VOCAB)
-        logits[..., self.symbols] = -torch.inf
-        return logits
-
-
-def never(*symbols: int) -> Judge:
-    return from_logits(Never(*symbols), "never", key=f"never {symbols}")
 
 
 @pytest.fixture(scope="module")

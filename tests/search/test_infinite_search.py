@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from search_oracle import VOCAB, network, small_family
+from search_oracle import VOCAB, network, never, small_family
 
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.files import plain
-from relaylm.measure.judge import Judge, from_logits
 from relaylm.models.family import Family
 from relaylm.search.search import search
 from relaylm.search.tournament import by_standing, difference, more_is_no_worse
@@ -23,22 +22,6 @@ from relaylm.show.search import plot_search, render, to_csv
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 INF = math.inf
-
-
-class Never:
-    """A causal judge that gives some symbols no probability and all others the same."""
-
-    def __init__(self, *symbols: int) -> None:
-        self.symbols = list(symbols)
-
-    def logits(self, tokens: torch.Tensor, t: Any) -> torch.Tensor:
-        logits = torch.zeros(*tokens.shape, VOCAB)
-        logits[..., self.symbols] = -torch.inf
-        return logits
-
-
-def never(*symbols: int) -> Judge:
-    return from_logits(Never(*symbols), "never", key=f"never {symbols}")
 
 
 @pytest.fixture(scope="module")
