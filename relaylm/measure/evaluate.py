@@ -31,7 +31,7 @@ from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError, whole
 from relaylm.files import plain, with_infinities
 from relaylm.measure import metrics
-from relaylm.measure.judge import Judge, Scores, score, weights_digest
+from relaylm.measure.judge import Judge, Scores, reading_key, score, weights_digest
 from relaylm.measure.store import Store, cached, content_key
 from relaylm.models.family import Family
 from relaylm.sampling.policy import check_whole
@@ -59,7 +59,7 @@ def array_hash(array: np.ndarray) -> str:
 
 
 def model_key(family: Family, name: str) -> str:
-    """A hash of one model: of its files as stored, or of its weights in memory."""
+    """A hash of one model and its architecture: of its files as stored, or of its weights in memory."""
     if family.stored is not None:
         entry = family.stored.manifest["models"][name]
         return content_key(entry["architecture"], sorted(entry["files"].values()))
@@ -422,7 +422,8 @@ class Evaluator:
     def _score_key(self, start: int, part: Drawn) -> list[Any]:
         rows = len(part.tokens_nL)
         what = [array_hash(part.tokens_nL), array_hash(self._given(start, rows)), self._prompts(start, rows)]
-        return ["scores", [*what, self.judge.key, self.recipe, self.family.length]]
+        how = reading_key(self.family, self.judge, self.recipe)
+        return ["scores", [*what, self.judge.key, self.recipe, self.family.length, *how]]
 
     def _score(self, spec: SampleSpec, start: int, part: Drawn) -> list[np.ndarray]:
         """The judge's sums for the rows of a piece, in the order of `Scores`."""

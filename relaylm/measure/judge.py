@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ def score(
         if judge.encode is not None:
             if judge.eos_id is None:
                 raise UserError(f"MDLM's recipe needs an eos token, and the judge {judge.name} has none")
-            context = min(context, 4096 if "llama2" in judge.name else 1024)
+            context = _block(judge)
         longest = max_length or tokens_nL.shape[1]
         cut_n = np.array([max(0, len(row) - longest) for row in rows])
         rows, written = _cut_and_padded(rows, written, longest, judge.eos_id)
@@ -134,6 +135,11 @@ def score(
             written_nll_n[r] += nll[new].sum()
             written_count_n[r] += new.sum()
     return Scores(nll_n, count_n, written_nll_n, written_count_n, cut_n)
+
+
+def _block(judge: Judge) -> int:
+    """Tokens of a block of MDLM's recipe, for a judge that reads text."""
+    return min(judge.context, 4096 if "llama2" in judge.name else 1024)
 
 
 def _cut_and_padded(
@@ -315,12 +321,25 @@ def _own_judge(family: Family) -> Judge:
 
 
 def weights_digest(module: torch.nn.Module) -> str:
-    """A sha256 of every parameter and buffer: names, shapes, types and bytes."""
-    total = hashlib.sha256()
+    """A sha256 of every parameter and buffer (names, shapes, types and bytes), and of the architecture of a network
+    that has one: how many heads there are, or what a position sees, does not show in tensors."""
+    architecture = getattr(module, "architecture", None)
+    shape = "" if architecture is None else json.dumps(architecture.to_json(), sort_keys=True)
+    total = hashlib.sha256(shape.encode())
     for name, value in sorted(module.state_dict().items()):
         total.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())
         total.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
+
+
+def reading_key(family: Family, judge: Judge, recipe: str) -> list[Any]:
+    """What fixes a judge's scores of a family's tokens beside the judge's key: for a judge that reads text the
+    tokenizer, for MDLM's recipe the eos and the length of blocks. Nothing otherwise."""
+    key: list[Any] = [] if recipe != "mdlm" else [{"eos": judge.eos_id, "block": _block(judge)}]
+    if judge.encode is not None and family.tokenizer is not None:
+        files = {name: hashlib.sha256(data).hexdigest() for name, data in family.tokenizer.files().items()}
+        key.append({"tokenizer": family.tokenizer.to_json(), "files": files})
+    return key
 
 
 def _from_gguf(spec: str, device: torch.device, path: Path) -> Judge:

@@ -283,9 +283,8 @@ class Family:
     @property
     def precision(self) -> str:
         """What the models compute in, in words; it affects the bits of a sample."""
-        if self.stored is None:
-            return "as given"
-        return str(self.stored.dtype).removeprefix("torch.") + (", narrow residual" if self.stored.narrow else "")
+        narrow = ", narrow residual" if any(getattr(model, "narrow", False) for model in self.models.values()) else ""
+        return ("as given" if self.stored is None else str(self.stored.dtype).removeprefix("torch.")) + narrow
 
     @classmethod
     def load(

@@ -38,7 +38,7 @@ from relaylm.core.schedule import Schedule, Spacing
 from relaylm.errors import UserError
 from relaylm.files import plain, with_infinities
 from relaylm.measure.evaluate import Workers, array_hash, check_storable, conditions, judge_rows, model_key
-from relaylm.measure.judge import Judge, log_perplexity
+from relaylm.measure.judge import Judge, log_perplexity, reading_key
 from relaylm.measure.store import Store, cached, content_key
 from relaylm.models.family import Family
 from relaylm.sampling.engine import Engine, out_of_memory
@@ -321,7 +321,9 @@ class Trials:
         prompts = list(self.prompts) if self.prompts is not None else None
         rows = [family.mask_id, self.seed, array_hash(self.given_PL), prompts, self.judge.key, self.recipe]
         bits = [made[name] for name in ("batch", "device", "dtype", "torch")]
-        return content_key("conditions", weights, *rows, *bits)
+        # A store holds one family as stored, which covers its tokenizer; of one in memory it knows the weights alone.
+        how = reading_key(family, self.judge, self.recipe) if family.digest is None else []
+        return content_key("conditions", weights, *rows, *bits, *how)
 
     def _open(self, store: Store) -> None:
         """Find the chunks of these conditions; refuse a folder in which another family was searched."""
