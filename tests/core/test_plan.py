@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaylm.core.noise import BLOCK, philox, race, split_seed, token_noise, uniforms
-from relaylm.core.plan import LINEAR, Alpha, make_events, make_plan
+from relaylm.core.plan import LINEAR, Alpha, Plan, make_events, make_plan
 from relaylm.errors import UserError
 
 ALPHA = 1e-6
@@ -118,7 +120,10 @@ def test_given_positions_have_no_time() -> None:
     assert (plan.u_nL[layout < 0] == make_plan(2, 3).u_nL[layout < 0]).all()  # what is given moves nothing else
 
 
-@pytest.mark.parametrize("options", [{"n": 0}, {"length": 0}, {"first_row": -1}, {"first_row": 2**32}, {"seed": -1}])
+@pytest.mark.parametrize(
+    "options",
+    [{"n": 0}, {"length": 0}, {"first_row": -1}, {"first_row": 2**32}, {"n": 2, "first_row": 2**32 - 1}, {"seed": -1}],
+)
 def test_bad_plans(options: dict[str, int]) -> None:
     with pytest.raises(UserError):
         make_plan(**{"n": 1, "length": 1, **options})
@@ -147,6 +152,22 @@ def test_a_position_is_masked_until_its_step(alpha: Alpha) -> None:
     for i, t in enumerate(times[::-1]):
         assert ((step <= i) == (plan.u_nL > 0) & (plan.u_nL <= 1 - alpha(t))).all()
     assert step.min() >= 1 and step.max() <= 5
+
+
+def test_a_time_on_the_grid_belongs_to_the_step_above_it() -> None:
+    """Step i has 1 - alpha(t_{i-1}) < u <= 1 - alpha(t_i), both ends as they are: ceil(u T) where u T is whole, too."""
+    u = np.array([[0.25, 0.5, 0.75, 0.5 + 2.0**-52, 0.5 - 2.0**-53]])
+    plan = Plan(0, np.arange(1), np.full((1, 5), -1), u)
+    assert make_events(plan, even(4)).step_nL.tolist() == [[1, 2, 3, 3, 2]]
+
+
+def test_events_know_what_their_step_writes_on_average() -> None:
+    """L (t_i - t_{i-1}) positions, also on a grid whose steps differ."""
+    times = (1.0, 0.9, 0.5, 0.45, 0.0)
+    events = make_events(make_plan(40, 20, seed=3), times)
+    width = {i: 20 * (times[4 - i] - times[5 - i]) for i in (1, 2, 3, 4)}
+    assert np.allclose(events.expected_E, [width[i] for i in events.step_E.tolist()])
+    assert (events.most_E == 20).all() and (make_events(make_plan(2, 20), None).most_E == 1).all()
 
 
 @settings(deadline=None, max_examples=150)
@@ -190,6 +211,22 @@ def test_event_times_follow_alpha_at_infinity() -> None:
 def lines(n: int, row: int = 0, position: int = 0, draw: int = 0) -> list[torch.Tensor]:
     """n rows from `row` on, at one position and draw."""
     return [torch.arange(row, row + n), torch.full((n,), position), torch.full((n,), draw)]
+
+
+def test_no_two_uses_share_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times and tokens of any draws of a row come from different numbers of the generator."""
+    last_words: list[int] = []
+
+    def watched(counter: Sequence[Any], key: tuple[int, int]) -> Any:
+        last_words.append(int(counter[3].flatten()[0]))
+        return philox(counter, key)
+
+    monkeypatch.setattr("relaylm.core.noise.philox", watched)
+    for draw in range(300):
+        uniforms(0, np.arange(1), 2, draw)
+        token_noise(0, *lines(1, draw=draw), vocab_size=3)
+    assert len(set(last_words)) == len(last_words) == 900
+    assert last_words[:6] == [0, 1, 2, 256, 257, 258]  # what it is for is in the low byte
 
 
 def test_noise_is_exponential_in_every_slot() -> None:

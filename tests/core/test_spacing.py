@@ -9,7 +9,7 @@ from relaylm.core.cost import SPACED_PLANS, Price, mean_price
 from relaylm.core.plan import make_plan
 from relaylm.core.schedule import SPACING_FORMS as FORMS
 from relaylm.core.schedule import Schedule, Spacing
-from relaylm.core.spacing import expected_calls, spaced_calls, spread_over
+from relaylm.core.spacing import expected_calls, positions_per_call, spaced_calls, spaced_events, spread_over
 from relaylm.errors import UserError
 
 
@@ -75,6 +75,26 @@ def test_limits(form: str) -> None:
 def test_sets_take_about_one_and_a_half_d_calls_whatever_the_length() -> None:
     short, long = (expected_calls(length, Spacing(16), rows=200) for length in (256, 2048))
     assert 22 < short < 25 and 23 < long < 26
+
+
+@pytest.mark.parametrize("spacing", [Spacing(64), Spacing(9, "prefix")])
+def test_positions_of_a_call_on_a_long_row(spacing: Spacing) -> None:
+    """The parking constant, and the birthday problem; a call shape has room for them and no more than can be."""
+    plan = make_plan(200, 4096, 3)
+    events = spaced_events(plan, spacing)
+    first = events.count_E[events.row_ptr_n1[:-1]].mean()
+    expected = positions_per_call(4096, spacing)
+    assert first == pytest.approx(expected, rel=0.02 if spacing.form == "sets" else 0.12)
+    assert (events.expected_E == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("length", "distance", "most"), [(5, 2, 3), (6, 2, 3), (7, 3, 3), (5, 5, 1), (5, 9, 1), (4, 1, 4)]
+)
+def test_a_call_has_room_for_all_that_keep_the_distance(length: int, distance: int, most: int) -> None:
+    events = spaced_events(make_plan(300, length, 1), Spacing(distance))
+    assert (events.most_E == most).all() and events.count_E.max() == most
+    assert positions_per_call(length, Spacing(length)) == 0
 
 
 def test_spread_over_fits_the_number_of_calls() -> None:
