@@ -286,7 +286,10 @@ class RuleRun:
             if sent.event is not None:
                 sent.event.synchronize()
             found = sent.outcome.cpu().numpy()[:, : len(rows_R)]
-            self.states.masked_n[rows_R] = found[0].astype(np.int64)
+            masked_R = found[0].astype(np.int64)
+            if self.rule.adaptive and (masked_R >= self.states.masked_n[rows_R]).any():
+                self.state.drawer.check()  # only logits that are not finite write nothing, and it would never end
+            self.states.masked_n[rows_R] = masked_R
             if self.rule.adaptive:
                 self.asked_n[rows_R] = found[1].astype(np.int64)
             if self.lookup is None:

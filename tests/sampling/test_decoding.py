@@ -672,6 +672,25 @@ def test_what_cannot_go_together_is_refused() -> None:
         run(broken, parse_rule("low-confidence"), mask_id, free)
 
 
+@pytest.mark.parametrize("text", ["threshold", "factor", "surest:2", "surest:2:3", "eb", "eb:0.1:2"])
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_damaged_network_is_refused_and_not_asked_for_ever(text: str, value: float, after: int) -> None:
+    """Rules that go on until nothing is masked: here what is drawn may be the mask again, or nothing be chosen."""
+    asked = 0
+
+    def logits(tokens_BL: torch.Tensor, t_B: torch.Tensor) -> torch.Tensor:
+        nonlocal asked
+        asked += 1
+        assert asked < 100, "it does not end"
+        even = torch.zeros(4, 4)[tokens_BL]  # as an embedding, which has no row for tokens beyond the vocabulary
+        return even if asked <= after else torch.full_like(even, value)
+
+    rule, models = parse_rule(text), {"a": FromLogits(logits)}
+    with pytest.raises(UserError, match="not finite"):
+        decode(models, Schedule.parse("a:100%"), make_plan(3, 12, 7), rule, mask_id=3)
+
+
 # ------------------------------------------------------------------------------------------------ laws
 
 
