@@ -3,6 +3,7 @@ counted, logits only where they are needed. (Its law is in test_law.)"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -719,6 +720,17 @@ def test_what_does_not_begin_alike_is_not_shared() -> None:
     assert spared({"a": counted(1, timed=True)}, make_plan(60, 16, 0)) == 0  # it looks at the time
     assert spared({"a": LinearDenoiser(0, 16, 12)}, make_plan(60, 16, 0)) == 0  # it does not say whether it does
     assert spared(plain, make_plan(4, 16, 0)) == 0  # one call either way
+
+
+def test_first_calls_that_write_far_more_than_usual_are_shared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head has places for what a step usually writes; here the first of 100 steps writes whole rows."""
+    models, n = {"a": counted(1)}, 30
+    plan = dataclasses.replace(make_plan(n, 16, 3), u_nL=np.linspace(0.991, 0.999, n * 16).reshape(n, 16))
+    found = denoise(models, Schedule.parse("a"), plan, mask_id=11, steps=100, batch_size=8)
+    assert found.cost.shared_calls > 0 and found.cost.total_calls == n
+    monkeypatch.setattr("relaylm.sampling.first_calls.alike", lambda *_: [])
+    known = denoise(models, Schedule.parse("a"), plan, mask_id=11, steps=100, batch_size=8)
+    np.testing.assert_array_equal(found.tokens, known.tokens)
 
 
 def test_out_of_memory_while_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
