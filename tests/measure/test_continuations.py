@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from relaylm import FromLogits, Schedule, UserError
+from relaylm import FromLogits, Schedule, UserError, make_plan
 from relaylm.core.spacing import spaced_calls
 from relaylm.measure.plan_likelihood import continuation_bound, plan_bound
 from relaylm.sampling.rules import parse_rule
@@ -83,6 +83,27 @@ def test_continuations_are_unbiased(text: str, steps: int | None, calls: int) ->
     found = estimates(text, steps, 3000, calls=calls, groups=2)
     error = found.std(ddof=1) / math.sqrt(len(found))
     assert abs(found.mean() - enumerated(Schedule.parse(text), steps)) <= 4 * error
+
+
+@pytest.mark.parametrize(("steps", "calls", "groups"), [(4, 8, 2), (4, 4, 4), (4, 32, 2)])
+def test_the_standard_error_is_that_of_rows_drawn_again(steps: int, calls: int, groups: int) -> None:
+    """On average its square is the variance of the estimates, with two groups as with four."""
+    free = np.tile(np.arange(LONG) >= GIVEN, (2000, 1))
+    rows, schedule = np.tile(TEXT, (2000, 1)), Schedule.parse("a:50% b:50%")
+    found = continuation_bound(WIDE, schedule, rows, free, MASK, steps=steps, calls=calls, groups=groups)
+    assert (found.error_N**2).mean() == pytest.approx(found.nats_N.var(ddof=1), rel=0.15)
+
+
+def test_bits_are_for_one_free_position() -> None:
+    """What a plan has as given is not scored, nor counted."""
+    given = np.tile([1, -1, -1, 1, 0], (6, 1))
+    plan = make_plan(6, LONG, 1, given)
+    found = plan_bound(WIDE, Schedule.parse("a:100% spaced:2"), np.tile(TEXT, (6, 1)), MASK, plan=plan)
+    assert found.bits == pytest.approx(found.nats_N.mean() / (2 * math.log(2)))
+    forced = plan_bound(
+        WIDE, Schedule.parse("a:100%"), np.tile(TEXT, (6, 1)), MASK, plan=plan, rule=parse_rule("surest:2")
+    )
+    assert forced.bits == pytest.approx(forced.nats_N.mean() / (2 * math.log(2)))
 
 
 def test_a_step_schedule_without_an_end_is_that_of_many_steps() -> None:

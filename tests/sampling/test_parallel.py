@@ -39,6 +39,12 @@ def test_it_is_the_sequential_sample(schedule: str, steps: float | None, window:
         assert sorted(written) == np.flatnonzero(GIVEN[row] < 0).tolist()
 
 
+def test_the_cost_counts_all_positions_that_are_asked_for() -> None:
+    """A call asks for those of its own event and of the next W: with W = 1 for two, at the last event for one."""
+    found = denoise_ahead(MODELS, Schedule.parse("a:100%"), make_plan(1, 12, 3), 1, mask_id=8, steps=float("inf"))
+    assert found.cost.calls["a"] == 12 and found.cost.flops == 12 * 1000 + 11 * 2 + 1
+
+
 def test_a_network_in_fewer_rounds() -> None:
     family, options = Family.load("wiki-char"), {"length": 40, "steps": float("inf"), "prompt": "the ", "seed": 2}
     one = relaylm.sample(family, "light", 2, batch_size=16, **options)

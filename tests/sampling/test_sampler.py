@@ -643,6 +643,18 @@ def test_rows_keep_in_step_through_many_models_and_fill_quick_changes() -> None:
     assert empty_places("interleaved:25%", rows=160, length=1024, steps=1000, batch=66, known=False) < 0.005
 
 
+@pytest.mark.parametrize(("others", "first"), [(2, [0]), (4, [1, 2])])
+def test_a_row_that_decides_how_long_it_takes_does_not_wait(others: int, first: list[int]) -> None:
+    """Row 0 has six calls ahead and nobody who wants its model. A full batch of others goes before it only if they take
+    longer than it does: 4 rows of 2 calls in batches of 2 take 4 more, 2 rows only 2."""
+    given_nL = np.full((1 + others, 6), 0)
+    given_nL[0], given_nL[1:, :2] = -1, -1
+    events = make_events(make_plan(1 + others, 6, 0, given_nL), None)
+    queue = Queue(events, (np.arange(len(events.step_E)) >= 6).astype(np.int64), 6, 2)
+    call = queue.take()
+    assert call is not None and call.rows_R.tolist() == first
+
+
 @given(st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=5))
 def test_changes_ahead_are_those_one_counts(rows: list[list[int]]) -> None:
     ptr = np.cumsum([0, *map(len, rows)])
@@ -731,6 +743,37 @@ def test_first_calls_that_write_far_more_than_usual_are_shared_in_parts(monkeypa
     monkeypatch.setattr("relaylm.sampling.first_calls.alike", lambda *_: [])
     known = denoise(models, Schedule.parse("a"), plan, mask_id=11, steps=100, batch_size=8)
     np.testing.assert_array_equal(found.tokens, known.tokens)
+
+
+class TimedHead:
+    """Logits that depend on the time in the head alone, in float64: what a row gets does not depend on its mates."""
+
+    time_conditioning, vocab_size = True, 6
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self.embedding = torch.from_numpy(rng.normal(size=(6, 16, 8)))
+        self.place, self.out = torch.from_numpy(rng.normal(size=(16, 8))), torch.from_numpy(rng.normal(size=(8, 6)))
+
+    def hidden_at(self, tokens_BL: torch.Tensor, t_B: torch.Tensor, positions_BK: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(tokens_BL), 8, dtype=torch.float64)
+        for j in range(tokens_BL.shape[1]):
+            total = total + self.embedding[tokens_BL[:, j], j]
+        return total[:, None] * self.place[positions_BK]
+
+    def head(self, x_ND: torch.Tensor, t_N: torch.Tensor) -> torch.Tensor:
+        each = [x_ND[:, d, None] * self.out[d] for d in range(8)]  # in one order whatever the number of rows
+        return sum(each[1:], each[0]) * torch.cos(20 * t_N.double())[:, None]
+
+
+@pytest.mark.parametrize("steps", [1, 5, math.inf])
+def test_the_head_is_given_the_time_of_each_row(steps: float) -> None:
+    models, n = {"a": TimedHead()}, 12
+    together = denoise(models, Schedule.parse("a"), make_plan(n, 16, 2), mask_id=5, steps=steps, batch_size=5).tokens
+    for row in range(n):
+        plan = make_plan(1, 16, 2, first_row=row)
+        alone = denoise(models, Schedule.parse("a"), plan, mask_id=5, steps=steps, batch_size=1).tokens
+        np.testing.assert_array_equal(together[row], alone[0])
 
 
 def test_out_of_memory_while_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
