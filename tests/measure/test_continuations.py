@@ -9,7 +9,7 @@ import torch
 
 from relaylm import FromLogits, Schedule, UserError, make_plan
 from relaylm.core.spacing import spaced_calls
-from relaylm.measure.plan_likelihood import continuation_bound, plan_bound
+from relaylm.measure.plan_likelihood import _plans, continuation_bound, plan_bound
 from relaylm.sampling.rules import parse_rule
 
 V, MASK = 2, 2
@@ -92,6 +92,15 @@ def test_the_standard_error_is_that_of_rows_drawn_again(steps: int, calls: int, 
     rows, schedule = np.tile(TEXT, (2000, 1)), Schedule.parse("a:50% b:50%")
     found = continuation_bound(WIDE, schedule, rows, free, MASK, steps=steps, calls=calls, groups=groups)
     assert (found.error_N**2).mean() == pytest.approx(found.nats_N.var(ddof=1), rel=0.15)
+
+
+@pytest.mark.parametrize("plans", [2, 6, 8])
+def test_the_plans_of_a_group_divide_the_numbers_of_masks_evenly(plans: int) -> None:
+    """Of D plans one has its x in each D-th of (0, 1), and they come in pairs that add up to 1."""
+    u_NGDL, x_NGD = _plans(5, np.arange(40), 7, 3, plans, False)
+    assert (np.sort(np.floor(x_NGD * plans), axis=2) == np.arange(plans)).all()
+    np.testing.assert_allclose(np.sort(x_NGD, axis=2), np.sort(1 - x_NGD, axis=2), atol=1e-12)
+    np.testing.assert_allclose(u_NGDL[:, :, : plans // 2] + u_NGDL[:, :, plans // 2 :], 1)
 
 
 def test_bits_are_for_one_free_position() -> None:

@@ -98,6 +98,24 @@ def test_paired_difference_in_full() -> None:
         metrics.paired_difference(np.array([math.nan]), np.array([1.0]))
 
 
+def test_the_ratio_interval_of_two_rows() -> None:
+    """Equal counts make it the mean's: of 1 and 2 a token, 1.5 and Student's t of one degree of freedom times 1/2."""
+    found = metrics.ratio_estimate(np.array([4.0, 8.0]), np.array([4.0, 4.0]))
+    margin = scipy.stats.t.ppf(0.975, 1) * 0.5
+    assert (found.value, found.low, found.high) == pytest.approx((1.5, 1.5 - margin, 1.5 + margin))
+
+
+@pytest.mark.parametrize("effect", [5.0, 2.0, 1.0, 0.71, 0.5, 0.35, 0.29])
+def test_the_rows_that_are_needed_are_the_fewest(effect: float) -> None:
+    """The first n at which Student's quantiles of level and power together are within the standardised effect."""
+
+    def enough(n: int) -> bool:
+        t = scipy.stats.t(n - 1)
+        return effect * math.sqrt(n) >= t.ppf(0.975) + t.ppf(0.8)
+
+    assert metrics.samples_needed(-effect, 1.0) == next(n for n in range(2, 1000) if enough(n))
+
+
 def test_holm() -> None:
     assert metrics.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert metrics.holm([]) == []
@@ -169,6 +187,23 @@ def test_distinct_ngrams() -> None:
     e = metrics.distinct(many)
     assert e.low < e.value < e.high
     assert metrics.describe_texts([np.array(row) for row in many], [])["distinct_4"] == e.value
+
+
+def test_the_interval_of_distinct_ngrams_is_a_jackknife() -> None:
+    """Written out: the figure of all rows but one, for each row of 12, which are fewer than 20 groups."""
+    rng = np.random.default_rng(1)
+    rows = [rng.integers(0, 3, 9).tolist() for _ in range(12)]
+
+    def share(some: list[list[int]]) -> float:
+        grams = [tuple(row[k : k + 4]) for row in some for k in range(6)]
+        return len(set(grams)) / len(grams)
+
+    without = np.array([share(rows[:k] + rows[k + 1 :]) for k in range(12)])
+    margin = scipy.stats.t.ppf(0.975, 11) * math.sqrt(11 / 12 * ((without - without.mean()) ** 2).sum())
+    found = metrics.distinct(rows)
+    assert (found.value, found.low, found.high) == pytest.approx(
+        (share(rows), share(rows) - margin, share(rows) + margin)
+    )
 
 
 def test_resampling_weights_are_a_bootstrap() -> None:

@@ -335,6 +335,19 @@ def test_bound_of_uniform_and_of_independent_tokens() -> None:
     assert known.low < exact < known.high and known.high - known.low < 0.2
 
 
+def test_the_interval_of_a_bound_is_that_of_a_ratio() -> None:
+    """Rows of one symbol throughout have 1 and 3 bits a symbol. By hand: of 4 and 4 symbols the mean is 2 and its
+    standard error half the difference; of 4 and 2 it is 10/6, and the residuals of the totals are 4 - 40/6 and 6 - 20/6,
+    so the error is sqrt(2 (8/3)^2 * 2 / 1) / 6."""
+    p = torch.tensor([0.5, 0.125, 0.375, 0.7], dtype=torch.float64)
+    model, tokens = FromLogits(lambda x, t: p.log().expand(*x.shape, 4)), np.array([[0] * 4, [1] * 4])
+    even = bound(model, tokens, mask_id=3)
+    assert (even.bits, even.low, even.high) == pytest.approx((2, 2 - 1.96, 2 + 1.96))
+    causal = FromLogits(lambda x, t: p[:3].log().expand(*x.shape, 3))
+    uneven = causal_bound(causal, np.array([[0] * 5, [1] * 5]), real_N=np.array([5, 3]))
+    assert (uneven.bits, uneven.high - uneven.bits) == pytest.approx((10 / 6, 1.96 * 16 / 3 / 6), rel=1e-6)
+
+
 def test_bound_is_the_continuous_time_integral() -> None:
     """A table of logits for every masked sequence, and the bound added up over all of them:
     sum over sets S of int t^(|S|-1) (1-t)^(L-|S|) dt = (|S|-1)! (L-|S|)! / L!, times the loss at S."""
