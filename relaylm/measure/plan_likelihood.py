@@ -95,6 +95,8 @@ def plan_bound(
     n, length = rows_NL.shape
     plan = make_plan(n, length, seed, first_row=first_row) if plan is None else plan
     free_N = (plan.given_nL < 0).sum(axis=1)
+    if not free_N.all():
+        raise UserError("every row needs a free position: there is nothing to score")
     if rule is not None and not rule.bounded:
         raise UserError(f"{rule.name} looks at the tokens it draws or masks some again: it has no likelihood bound")
     if rule is not None and not rule.planned:

@@ -104,9 +104,10 @@ def search(
     a budget uses the light and the heavy one), in `densities` of a segment's steps (1, 1/2, 1/4; `exhaustive` uses 1).
     `n` rows for each schedule (160, `evolve` 64), `confirm` fresh rows for the best (1600). `tune` spends at most as
     many calls as `rows` independent samples take (3300; twice that for a front), unless `confirm` asks for more fresh
-    rows than that leaves, or 8 are more (16 for a front or a `max_loss`); `quick` makes it use likelihood bounds alone; `text` are rows of held-out token ids (else the
-    heavy model's own samples are used). After `time_limit` seconds, as on Ctrl-C, the best so far is returned. With a
-    `store` a search continues where it was stopped. `cluster` are workers, such as a `relaylm.cluster.Cluster`.
+    rows than that leaves, or 8 are more (16 for a front or a `max_loss`); `quick` makes it use likelihood bounds alone;
+    `text` are rows of held-out token ids (else the heavy model's own samples are used). After `time_limit` seconds, as
+    on Ctrl-C, the best so far is returned. With a `store` a search continues where it was stopped. `cluster` are
+    workers, such as a `relaylm.cluster.Cluster`.
     """
     began = time.monotonic()
     check_family(family)

@@ -160,7 +160,7 @@ def measure_prior(tuner: Tuner, text: np.ndarray | None, quick: bool) -> None:
 def _bound_table(tuner: Tuner, models: dict[str, Any], text: np.ndarray | None) -> tuple[BoundTable, int]:
     """Every model's loss by the number of masked positions, from the store or measured, and its number of rows."""
     problem, trials, family = tuner.problem, tuner.problem.trials, tuner.problem.family
-    about = None if text is None else hashlib.sha256(np.ascontiguousarray(text).tobytes()).hexdigest()
+    about = None if text is None else hashlib.sha256(np.ascontiguousarray(text, dtype=np.int64).tobytes()).hexdigest()
     n = len(text) if text is not None else 256 if family.device.type == "cuda" else 32
 
     def measure() -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaylm.core.cost import UNITS, Budget, Cost, Price, mean_price, parse_budget
+from relaylm.core.cost import UNITS, Budget, Cost, Price, call_flops, mean_price, parse_budget
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 
@@ -36,6 +36,23 @@ def test_mean_price_is_the_mean_over_plans(text: str, steps: int, free: int) -> 
     assert mean_price(known, schedule.timetable(steps), None, np.array([free])) == pytest.approx(
         mean_price(known, schedule, steps, np.array([free]))
     )
+
+
+def test_a_share_at_the_end_of_a_segment_belongs_to_the_next() -> None:
+    """One position at a time, ten of them: a makes the calls at shares 1, ..., 0.6 and b those at 0.5, ..., 0.1."""
+    prices = {"a": Price(10.0, 1.0), "b": Price(1000.0, 3.0)}
+    for text, price in (("a:50% b:50%", 5 * 11 + 5 * 1003), ("a:30% b:70%", 3 * 11 + 7 * 1003), ("cells(b a)", 5070)):
+        assert mean_price(prices, Schedule.parse(f"{text} spaced:10"), None, np.array([10])) == pytest.approx(price)
+
+
+def test_operations_of_a_call_by_hand() -> None:
+    """Depth 2, width 8, MLP ratio 4, length 4, vocabulary 10, one position: a full block 4 * 2 * 12 * 64 + 4 * 16 * 8,
+    of the last keys and values 2 * 4 * 2 * 64, the rest 2 * 10 * 64, attention 4 * 4 * 8, and the head 2 * 8 * 10."""
+    full = 6144 + 512
+    assert call_flops(2, 8, 10, 4, 1) == full + 1024 + 1280 + 128 + 160
+    assert call_flops(2, 8, 10, 4, 3) == full + 1024 + 3 * (1280 + 128 + 160)
+    assert call_flops(2, 8, 10, 4) == 2 * full + 4 * 160
+    assert call_flops(1, 8, 10, 4, 1, mlp_ratio=2) == 1024 + 2 * 6 * 64 + 128 + 160
 
 
 def test_rows_with_other_prompts_are_averaged() -> None:

@@ -115,6 +115,12 @@ def test_bits_are_for_one_free_position() -> None:
     assert forced.bits == pytest.approx(forced.nats_N.mean() / (2 * math.log(2)))
 
 
+def test_a_row_without_a_free_position_has_no_bits() -> None:
+    plan = make_plan(2, LONG, 0, np.array([[1, -1, -1, 1, 0], TEXT]))
+    with pytest.raises(UserError, match="every row needs a free position"):
+        plan_bound(WIDE, Schedule.parse("a:100% spaced:2"), np.tile(TEXT, (2, 1)), MASK, plan=plan)
+
+
 def test_a_step_schedule_without_an_end_is_that_of_many_steps() -> None:
     found, many = (estimates("a:50% b:50%", steps, 2000, calls=8, groups=2) for steps in (math.inf, 4096))
     assert abs(found.mean() - many.mean()) <= 4 * math.hypot(found.std(), many.std()) / math.sqrt(2000)

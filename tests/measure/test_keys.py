@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.models.family import Family
 from relaylm.models.tokenizer import Text8Tokenizer
 from relaylm.search.trials import Trials
+from relaylm.search.tune import _bound_table
 
 VOCAB, LENGTH = 28, 8
 
@@ -67,10 +70,13 @@ def log_ppls(of: Family, store: Path | None, **options: Any) -> Any:
     return [row["log_ppls"] for row in found["rows"]]
 
 
-def trials(of: Family, folder: Path | None, judge: Any, recipe: str = "plain") -> np.ndarray:
-    referee, given = load_judge(judge, of), np.full((1, LENGTH), -1)
-    made = Trials(of, referee, given, "b", 0, recipe=recipe, batch=4, store=open_store(folder))
-    return made.scores([Schedule.parse("a:4"), Schedule.parse("b:4")], 4)
+def searched(of: Family, folder: Path | None, judge: Any, **options: Any) -> Trials:
+    given = options.pop("given", np.full((1, LENGTH), -1))
+    return Trials(of, load_judge(judge, of), given, "b", **{"batch": 4, **options}, store=open_store(folder))
+
+
+def trials(of: Family, folder: Path | None, judge: Any, **options: Any) -> np.ndarray:
+    return searched(of, folder, judge, **options).scores([Schedule.parse("a:4"), Schedule.parse("b:4")], 4)
 
 
 CHANGES: dict[str, tuple[Family, Family, list[dict[str, Any]]]] = {
@@ -125,3 +131,50 @@ def test_the_length_of_mdlms_blocks_is_part_of_the_key(tmp_path: Path) -> None:
     short = dataclasses.replace(reader(eos=2), context=3)
     log_ppls(of, judge=dataclasses.replace(short, context=1 << 20), **options)
     assert log_ppls(of, judge=short, **options) == log_ppls(of, None, judge=short, recipe="mdlm")
+
+
+def test_recipes_and_longest_texts_are_part_of_the_key(tmp_path: Path) -> None:
+    """MDLM's recipe cuts texts at the family's length: here the judge has two tokens for a letter."""
+
+    def twice(text: str) -> tuple[list[int], list[int]]:
+        return [k for c in text for k in (ord(c) % 5, 3)], [end for end in range(1, len(text) + 1) for _ in (1, 2)]
+
+    judge, found = dataclasses.replace(reader(eos=1), encode=twice), []
+    for recipe, length in (("plain", 8), ("mdlm", 8), ("mdlm", 6)):
+        of, options = family(), {"judge": judge, "recipe": recipe, "length": 6}
+        of.length = length
+        found.append(log_ppls(of, tmp_path, **options))
+        assert found[-1] == log_ppls(of, None, **options)
+    assert all(a != b for a, b in itertools.combinations(found, 2))
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 1}, {"given": np.array([[3] + [-1] * (LENGTH - 1)])}, {"recipe": "mdlm"}], ids=str
+)
+def test_a_search_asks_for_its_own_rows(change: dict[str, Any], tmp_path: Path) -> None:
+    of, judge = family(), None if "given" in change else reader(eos=2)
+    before = trials(of, tmp_path, judge)
+    fresh = trials(of, None, judge, **change)
+    np.testing.assert_array_equal(trials(of, tmp_path, judge, **change), fresh)
+    assert (fresh != before).any()
+
+
+def test_another_batch_size_is_another_search(tmp_path: Path) -> None:
+    """The law is the same, but the bits need not be."""
+    assert searched(family(), tmp_path, None).base != searched(family(), tmp_path, None, batch=2).base
+
+
+def test_the_prior_of_a_text_is_not_that_of_another(tmp_path: Path) -> None:
+    """Nor of one with the same bytes in other numbers."""
+    of, models = family(), dict(family().models)
+    problem = SimpleNamespace(family=of, heavy="b", steps=4, trials=searched(of, tmp_path, None))
+    tuner: Any = SimpleNamespace(problem=problem, rows=SimpleNamespace(used=0.0))
+    one = np.random.default_rng(0).integers(0, 27, (3, LENGTH))
+    texts = [one, one[:, ::-1].copy(), one.view(np.int32)]  # the last has a zero after each token
+    losses = [_bound_table(tuner, models, text)[0].c_KND for text in texts]
+    for text, loss in zip(texts, losses, strict=True):
+        fresh: Any = SimpleNamespace(
+            problem=SimpleNamespace(**{**vars(problem), "trials": searched(of, None, None)}), rows=tuner.rows
+        )
+        np.testing.assert_array_equal(loss, _bound_table(fresh, models, text)[0].c_KND)
+    assert all((a != b).any() for a, b in itertools.combinations(losses, 2))

@@ -54,6 +54,39 @@ def test_the_loss_counts_every_pair_of_a_call_once() -> None:
                     values = table.nats_SD[:, np.searchsorted(edges, q - p, side="right") - 1]
                     total += float(np.interp(share, table.shares_S, values))
     assert table.loss(call) == pytest.approx(total / call.size)
+    given = np.array([[1, 0, 1, 0]])  # what is given is in no call, and no position that anything is lost for
+    assert table.loss(given) == pytest.approx(np.interp(0.5, table.shares_S, table.nats_SD[:, 1]) / 2)
+
+
+def test_the_default_spacing_loses_no_more_than_as_many_steps_as_positions() -> None:
+    """The smallest distance of which that is so, by trying all; a longer row takes a larger one."""
+    found = []
+    for length in (12, 24):
+        edges = distance_bins(length)
+        nats = np.exp(-0.3 * edges)[None] * np.array([[1.0], [0.4]])
+        table = PairTable(np.array([0.2, 0.9]), edges, nats, 0 * nats, 2, "", "text")
+        most = uniform_loss(table, length, length)
+        found.append(next(d for d in range(1, length + 1) if spacing_loss(table, Spacing(d), length) <= most))
+        assert default_spacing(table, length) == Spacing(found[-1]) and 1 < found[-1] < length
+        fewer = uniform_loss(table, length // 2, length)
+        assert smallest_spacing(table, length, fewer).distance < found[-1]
+
+
+def test_standard_errors_are_over_rows() -> None:
+    """A model that learns something from ones and nothing from zeros: of a row of each the mean is half of it, and so
+    is the standard error of two rows."""
+
+    def logits(tokens: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        one = 3.0 * (tokens == 1).any(dim=1).double()
+        return torch.stack([0 * one, one, 0 * one], dim=-1)[:, None].expand(-1, tokens.shape[1], -1)
+
+    table = measure_pairs(FromLogits(logits), np.repeat([[0], [1]], L, axis=1), MASK, shares=(1.0,))
+    p = 1 / (1 + math.exp(-3))
+    nats = math.log(2) + p * math.log(p) + (1 - p) * math.log(1 - p)
+    seen = table.error_SD[0] > 0  # by both rows
+    assert seen[0]
+    np.testing.assert_allclose(table.nats_SD[0, seen], nats / 2)
+    np.testing.assert_allclose(table.error_SD[0, seen], nats / 2)
 
 
 def test_what_is_no_table_is_refused() -> None:

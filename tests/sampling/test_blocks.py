@@ -18,6 +18,7 @@ from relaylm.measure.likelihood import bound, masked_sums
 from relaylm.measure.plan_likelihood import plan_bound
 from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.models.layers import Past
+from relaylm.sampling.blocks import window_seed
 
 
 def network(depth: int, seed: int, symbols: int = 6, length: int = 12, block: int = 4, **more: Any) -> Transformer:
@@ -232,3 +233,11 @@ def test_what_does_not_go_with_blocks_is_refused() -> None:
         Family({"a": A, "c": network(2, 1, block=2)}, 6, 7, 12)
     with pytest.raises(UserError, match="neither causal nor"):
         network(1, 1, causal=True)
+
+
+def test_windows_of_any_two_seeds_have_noise_of_their_own() -> None:
+    """Block k of one seed is not block j of a seed nearby, at the ends of the range either."""
+    seeds = [*range(50), *range(2**64 - 50, 2**64)]
+    found = [window_seed(seed, k) for seed in seeds for k in range(200)]
+    assert len(set(found)) == len(found) and 0 <= min(found) <= max(found) < 2**64
+    assert [window_seed(seed, 0) for seed in seeds] == seeds

@@ -734,6 +734,17 @@ def test_what_does_not_begin_alike_is_not_shared() -> None:
     assert spared(plain, make_plan(4, 16, 0)) == 0  # one call either way
 
 
+@pytest.mark.parametrize("text", ["b:3", "a:50% b:50% spaced:4", "b:100% spaced:16"])
+def test_savings_are_against_as_many_steps_as_positions_on_the_same_plans(text: str) -> None:
+    models = {"a": LinearDenoiser(0, 16, 12), "b": LinearDenoiser(1, 16, 12)}
+    plan = make_plan(9, 16, 4, np.where(np.arange(16) % 5 == 0, 3, -1))
+    found = denoise(models, Schedule.parse(text), plan, mask_id=11).cost
+    whole = denoise(models, Schedule.parse("b"), plan, mask_id=11, steps=16).cost
+    assert found.flops_reference == whole.flops == whole.flops_reference and whole.flops_saved == 0
+    assert found.flops is not None and whole.flops is not None
+    assert found.flops_saved == 1 - found.flops / whole.flops
+
+
 def test_first_calls_that_write_far_more_than_usual_are_shared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head has places for what a step usually writes; here the first of 100 steps writes whole rows."""
     models, n = {"a": counted(1)}, 30

@@ -272,6 +272,16 @@ def test_other_work_is_not_taken_for_this() -> None:
     assert shelf.taken == 0
 
 
+def test_one_step_is_not_one_stretch_of_a_spaced_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the same times and the same rows before, and write other positions at a call."""
+    monkeypatch.setattr(tree, "PIECE", 1)
+    shelf, options = Shelf(), {"batch_size": 4}
+    given: Any = ["3b:1", "3b:100% spaced:4", "3b:100% spaced:6", "3b:100% spaced:6:prefix"]
+    found = grow(FAMILY, given, 4, load=shelf.load, save=shelf.save, **options)
+    assert len(shelf.kept) == 4 and shelf.taken == 0
+    np.testing.assert_array_equal(found.tokens_SnL, grow(FAMILY, given, 4, **options).tokens_SnL)
+
+
 def test_stopping() -> None:
     asked = iter([False] * 5)
     start = passes()

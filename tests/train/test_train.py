@@ -337,8 +337,8 @@ def test_bound_of_uniform_and_of_independent_tokens() -> None:
 
 def test_the_interval_of_a_bound_is_that_of_a_ratio() -> None:
     """Rows of one symbol throughout have 1 and 3 bits a symbol. By hand: of 4 and 4 symbols the mean is 2 and its
-    standard error half the difference; of 4 and 2 it is 10/6, and the residuals of the totals are 4 - 40/6 and 6 - 20/6,
-    so the error is sqrt(2 (8/3)^2 * 2 / 1) / 6."""
+    standard error half the difference; of 4 and 2 it is 10/6, the totals' residuals are 4 - 40/6 and 6 - 20/6, and
+    the error is sqrt(2 (8/3)^2 * 2 / 1) / 6."""
     p = torch.tensor([0.5, 0.125, 0.375, 0.7], dtype=torch.float64)
     model, tokens = FromLogits(lambda x, t: p.log().expand(*x.shape, 4)), np.array([[0] * 4, [1] * 4])
     even = bound(model, tokens, mask_id=3)
