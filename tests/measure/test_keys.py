@@ -178,3 +178,18 @@ def test_the_prior_of_a_text_is_not_that_of_another(tmp_path: Path) -> None:
         )
         np.testing.assert_array_equal(loss, _bound_table(fresh, models, text)[0].c_KND)
     assert all((a != b).any() for a, b in itertools.combinations(losses, 2))
+
+
+def test_the_prior_of_samples_is_that_of_their_steps(tmp_path: Path) -> None:
+    """Where there is no text it is measured on the heavy model's samples in as many steps as the search has."""
+    of, models, losses = family(), dict(family().models), []
+    for steps in (1, LENGTH):
+        found = []
+        for folder in (tmp_path, None):
+            own = {"family": of, "heavy": "b", "steps": steps, "trials": searched(of, folder, None)}
+            problem = SimpleNamespace(**own, alone=lambda model, steps=steps: Schedule.parse(f"{model}:{steps}"))
+            tuner: Any = SimpleNamespace(problem=problem, rows=SimpleNamespace(used=0.0))
+            found.append(_bound_table(tuner, models, None)[0].c_KND)
+        np.testing.assert_array_equal(*found)
+        losses.append(found[0])
+    assert (losses[0] != losses[1]).any()
