@@ -149,7 +149,9 @@ def test_recipes_and_longest_texts_are_part_of_the_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"seed": 1}, {"given": np.array([[3] + [-1] * (LENGTH - 1)])}, {"recipe": "mdlm"}], ids=str
+    "change",
+    [{"seed": 1}, {"given": np.array([[3] + [-1] * (LENGTH - 1)])}, {"recipe": "mdlm"}],
+    ids=lambda change: next(iter(change)),
 )
 def test_a_search_asks_for_its_own_rows(change: dict[str, Any], tmp_path: Path) -> None:
     of, judge = family(), None if "given" in change else reader(eos=2)

@@ -231,7 +231,8 @@ def test_a_damaged_table_counts_as_empty(family: Family, damage: bytes | None, m
 
 def test_a_denoiser_that_cannot_be_told_from_others_is_not_kept(cache: Path) -> None:
     family = Family({"a": LinearDenoiser(0, LENGTH, VOCAB)}, VOCAB - 1, VOCAB, LENGTH)
-    assert prices(family, "ms", batch_size=2)["a"].base > 0
+    price = prices(family, "ms", batch_size=2)["a"]
+    assert price.base + price.slope > 0  # on a busy machine all of the time may seem to be that of positions
     assert not cache.exists()
 
 
