@@ -103,11 +103,7 @@ def begin(
 
 
 def follow(
-    policy: Policy | Schedule,
-    steps: float | None,
-    plan: Plan,
-    alpha: Alpha = LINEAR,
-    call_nL: np.ndarray | None = None,
+    policy: Policy | Schedule, steps: float | None, plan: Plan, alpha: Alpha = LINEAR, call_nL: np.ndarray | None = None
 ) -> tuple[Policy, Grid, Events]:
     """The policy resolved for its steps, their grid of times, and the events of every row of the plan."""
     followed, times = resolve(policy, steps)
