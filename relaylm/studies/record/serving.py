@@ -112,6 +112,8 @@ async def asking(address: str) -> AsyncIterator[Ask]:
 
     async def ask(fields: dict[str, Any]) -> tuple[float, dict[str, Any]]:
         began, body = time.perf_counter(), json.dumps({**fields, "stream": False})
+        while idle and idle[-1][0].at_eof():  # the server closes connections that were idle for half a minute
+            idle.pop()
         if not idle:
             idle.append(await asyncio.open_connection(host, int(port)))
             every.append(idle[-1])
