@@ -115,6 +115,7 @@ class _Sent:
     """A call that was started, and what will be known of it once the event has passed; see `RuleState.call`."""
 
     call: _Call
+    made_4R: np.ndarray  # what the cost is made of; see `RuleRun.made`
     outcome: Tensor | None
     event: Any
     wrote: Wrote | None
@@ -210,8 +211,11 @@ class RuleRun:
             rows_R = self._unfinished(rows_R)
             self.asked_n[rows_R] = self.open_nT[rows_R, self.at_n[rows_R]]
         if self.rule.counts is not None or self.rule.own_order:
-            grain = -(-self.widest // 8)  # eight shapes, by what the row itself has open
-            self.places_n[rows_R] = np.minimum(-(-self.asked_n[rows_R] // grain) * grain, self.widest)
+            grain, asked_R = -(-self.widest // 8), self.asked_n[rows_R]  # eight shapes, by what the row itself has open
+            places_R = np.minimum(-(-asked_R // grain) * grain, self.widest)
+            # One more where no look is needed; not below two places, of which queries are never single (`call_shapes`).
+            few = max(2, self.state.most) if self.rule.spaced else 0
+            self.places_n[rows_R] = np.where(asked_R <= few, np.minimum(places_R, few), places_R)
         rows_R = self._unfinished(rows_R)
         step_R, t_R = self.steps - self.at_n[rows_R] if self.steps else 0 * rows_R, self._times(rows_R)
         if self.lookup is not None:
@@ -272,7 +276,7 @@ class RuleRun:
         self.calls += len(call.rows_R)
         self.padded_calls += b - len(call.rows_R)
         self.away_n[call.rows_R] = True
-        return _Sent(call, outcome, event, wrote)
+        return _Sent(call, self.made[-1], outcome, event, wrote)
 
     def _receive(self, sent: _Sent) -> None:
         """Take note of what a call did, and move its rows to their next ones."""
@@ -289,6 +293,8 @@ class RuleRun:
             masked_R = found[0].astype(np.int64)
             if self.rule.adaptive and (masked_R >= self.states.masked_n[rows_R]).any():
                 self.state.drawer.check()  # only logits that are not finite write nothing, and it would never end
+            if self.state.looks(sent.call.places):  # the head ran once more for what was written
+                sent.made_4R[1] += self.states.masked_n[rows_R] - masked_R
             self.states.masked_n[rows_R] = masked_R
             if self.rule.adaptive:
                 self.asked_n[rows_R] = found[1].astype(np.int64)

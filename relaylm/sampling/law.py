@@ -65,6 +65,11 @@ class Law:
         return logits_NV
 
 
+def log_probability(logits_NV: Tensor, token_N: Tensor) -> Tensor:
+    """Of a token at each place, (N,), in nats."""
+    return logits_NV.gather(1, token_N[:, None])[:, 0] - logits_NV.logsumexp(dim=1)
+
+
 class Drawer:
     """Draws tokens from logits under a law, by the noise of a plan's seed. `greedy` takes the likeliest token."""
 
@@ -87,11 +92,15 @@ class Drawer:
         lawful_NV = self.law.apply(logits_NV, self.mask_id)
         if self.greedy:
             largest_N, token_N = lawful_NV.max(dim=-1)
-            self._spoilt |= (~largest_N.isfinite()).any()
+            self.refuse(~largest_N.isfinite().all())
         else:
             key = self.seed if seed is None else seed
             token_N, largest_N = self._race(lawful_NV, key, row_N, position_N, draw_N, self._spoilt)
         return token_N, lawful_NV, largest_N
+
+    def refuse(self, spoilt: Tensor) -> None:
+        """Take note, if `spoilt`, that logits were not finite."""
+        self._spoilt |= spoilt
 
     def check(self) -> None:
         """Refuse what was drawn if any logits were not finite. Call it once at the end: it waits for the device."""

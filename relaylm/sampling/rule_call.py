@@ -11,7 +11,8 @@ Shapes: n rows in all, B in a call, L positions, K places of a row, N = B K, V v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,10 +25,10 @@ from relaylm.kernels import may_stop
 from relaylm.kernels.draw import philox
 from relaylm.models.denoiser import features_at
 from relaylm.sampling.engine import at_rows
-from relaylm.sampling.law import Drawer, widest_float
+from relaylm.sampling.law import Drawer, log_probability, widest_float
 from relaylm.sampling.rules import Rule, most_sure, rank, remask, spaced_sets
 
-CELLS = 1 << 26  # logits made at once, at most; a larger call's head goes over its places in slices
+CELLS, CELLS_CPU = 1 << 26, 1 << 21  # logits made at once, at most, on a device and (so that caches hold them) a CPU
 ROUNDS = 64  # of rules with sets: more rounds than that for a set, and calls are not captured
 
 
@@ -61,9 +62,10 @@ class RuleState:
         self.models, self.rule, self.seed, self.length = models, rule, plan.seed, plan.length
         self.device, self.drawer, self.mask_id, self.asks, self.reports = device, drawer, drawer.mask_id, asks, reports
         self.exact = widest_float(device)
-        # Log-probabilities, of all tokens at all open places, are at least in this type: elsewhere float64 takes longer
-        # than the blocks, whose rounding is larger than what it adds.
+        # Log-probabilities of draws are at least in this type: elsewhere float64 takes longer than the blocks, whose
+        # rounding is larger than what it adds.
         self.least = torch.float64 if device.type == "cpu" else torch.float32
+        self.drawn = (torch.int64, self.exact, self.exact)  # a token, how sure the rule is of it, its log-probability
 
         def put(array: np.ndarray, scratch: Any) -> Tensor:
             return torch.from_numpy(np.concatenate([array, np.full((1, *array.shape[1:]), scratch)])).to(device)
@@ -80,6 +82,7 @@ class RuleState:
         self.turn_nL = torch.zeros_like(self.token_nL)  # of rules with sets: calls until a position is written
         self.truth_nL = None if truth_nL is None else put(truth_nL.astype(np.int64), 0)  # what is written, if known
         self.nats_n = torch.zeros(plan.n + 1, dtype=self.exact, device=device)  # of what was written, with `truth`
+        self.most = -(-plan.length // int(rule.numbers[0])) if rule.spaced else plan.length  # positions a call writes
         self.steps = len(times) - 1
         self.time_T = torch.from_numpy(np.append(times, 0.0)).to(device, self.exact)  # a finished row is at k = T
         # Steps that a captured call looks ahead for one that writes something; few are needed where steps are few.
@@ -100,8 +103,12 @@ class RuleState:
         token_BL, open_BL = self.token_nL[rows_B], self._open(rows_B)
         place_BK = open_BL.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :places]
         open_BK = open_BL.gather(1, place_BK)
-        drawn_BK, sure_BK, logprob_BK = self._draw(at_rows(self.models[model], rows_B), rows_B, token_BL, t_B, place_BK)
-        turn_BL = None
+        asked = self._ask(at_rows(self.models[model], rows_B), rows_B, token_BL, t_B, place_BK)
+        looks, turn_BL = self.looks(places), None
+        if looks:
+            sure_BK = self._sure(asked)
+        else:
+            drawn_BK, sure_BK, logprob_BK = self._draw(asked)
         if self.rule.spaced:
             turn_BL = self._turns(rows_B, sure_BK, open_BK, place_BK)
             chosen_BK = turn_BL.gather(1, place_BK) == 1
@@ -111,6 +118,10 @@ class RuleState:
             chosen_BK = most_sure(sure_BK, open_BK, count_B)
         else:
             chosen_BK = open_BK
+        if looks:
+            first_BJ = chosen_BK.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : self.most]
+            drawn_BK, _, logprob_BK = self._draw(asked.at(first_BJ))
+            place_BK, chosen_BK, sure_BK = (x_BK.gather(1, first_BJ) for x_BK in (place_BK, chosen_BK, sure_BK))
         logprob_BK = logprob_BK.masked_fill(~chosen_BK, 0.0)
 
         # From here on things are written.
@@ -212,31 +223,83 @@ class RuleState:
         block_BL = self.block_nL[rows_B]
         return masked_BL & (block_BL == block_BL.masked_fill(~masked_BL, self.length + 1).amin(dim=1, keepdim=True))
 
-    def _draw(
-        self, model: Any, rows_B: Tensor, token_BL: Tensor, t_B: Tensor, place_BK: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def looks(self, places: int) -> bool:
+        """Does a call with so many places of a row first look at all of them, and then draw where it writes? A set
+        holds few of the positions that are masked, and the noise of a whole vocabulary takes longer than its entropy.
+        The head then runs twice where the call writes, which is charged."""
+        return self.rule.spaced and places > self.most
+
+    def _ask(self, model: Any, rows_B: Tensor, token_BL: Tensor, t_B: Tensor, place_BK: Tensor) -> _Asked:
+        """The blocks, and what else is known of these places."""
+        features_NX, head = features_at(model, token_BL, t_B, place_BK)
+        truth_BK = None if self.truth_nL is None else self.truth_nL[rows_B].gather(1, place_BK)
+        row_BK, t_BK = (x_B[:, None].expand_as(place_BK) for x_B in (self.row_n[rows_B], t_B))
+        vocab_size = int(getattr(model, "vocab_size", features_NX.shape[-1]))
+        draw_BK = self.draw_nL[rows_B].gather(1, place_BK)
+        return _Asked(features_NX, head, vocab_size, place_BK, row_BK, draw_BK, t_BK, truth_BK)
+
+    def _sure(self, asked: _Asked) -> Tensor:
+        """How sure a rule that looks at no draw is of each place."""
+        assert self.rule.sure is not None
+        sure_N = torch.empty(asked.place_BK.numel(), dtype=self.exact, device=self.device)
+        for part, logits_NV in asked.logits():
+            lawful_NV = self.drawer.law.apply(logits_NV, self.mask_id)
+            sure_N[part] = self.rule.sure(lawful_NV, logits_NV, None).to(self.exact)
+        self.drawer.refuse(~sure_N.isfinite().all())
+        return sure_N.view(asked.place_BK.shape)
+
+    def _draw(self, asked: _Asked) -> tuple[Tensor, Tensor, Tensor]:
         """A token at each place, how sure the rule is of it, and its log-probability."""
-        features, head = features_at(model, token_BL, t_B, place_BK)
-        draw_N, position_N = self.draw_nL[rows_B].gather(1, place_BK).view(-1), place_BK.reshape(-1)
-        row_N, t_N = (x_B[:, None].expand_as(place_BK).reshape(-1) for x_B in (self.row_n[rows_B], t_B))
-        truth_N = None if self.truth_nL is None else self.truth_nL[rows_B].gather(1, place_BK).view(-1)
-        most = max(1, CELLS // int(getattr(model, "vocab_size", features.shape[-1])))
-        drawn, sure, logprob = [], [], []
-        for start in range(0, len(draw_N), most):
-            part = slice(start, start + most)
-            # The law writes into the logits, which may be the model's own.
-            logits_NV = features[part].clone() if head is None else head(features[part], t_N[part])
-            token_N, lawful_NV, _ = self.drawer(logits_NV, row_N[part], position_N[part], draw_N[part])
-            token_N = token_N if truth_N is None else truth_N[part]
+        token_N, sure_N, logprob_N = (torch.empty_like(asked.place_BK, dtype=kind).view(-1) for kind in self.drawn)
+        for part, logits_NV in asked.logits():
+            keyed_by = asked.row_BK, asked.place_BK, asked.draw_BK
+            row_N, position_N, draw_N = (x_BK.reshape(-1)[part] for x_BK in keyed_by)
+            drawn_N, lawful_NV, _ = self.drawer(logits_NV, row_N, position_N, draw_N)
+            token_N[part] = drawn_N if asked.truth_BK is None else asked.truth_BK.reshape(-1)[part]
             kind = torch.promote_types(lawful_NV.dtype, self.least)
-            log_p_NV = lawful_NV.to(kind).log_softmax(dim=-1)
-            own_NV = logits_NV.to(kind).log_softmax(dim=-1) if self.drawer.law.changes else log_p_NV
-            logprob.append(log_p_NV.gather(1, token_N[:, None])[:, 0].to(self.exact))
-            certain_N = logprob[-1].exp() if self.rule.sure is None else self.rule.sure(log_p_NV, own_NV, token_N)
-            sure.append(certain_N.to(self.exact))
-            drawn.append(token_N)
-        drawn_BK, sure_BK, logprob_BK = (torch.cat(parts).view(place_BK.shape) for parts in (drawn, sure, logprob))
-        return drawn_BK, sure_BK, logprob_BK
+            lawful_NV, own_NV = lawful_NV.to(kind), logits_NV.to(kind)
+            log_p_N = log_probability(lawful_NV, token_N[part]).to(self.exact)
+            sure = self.rule.sure
+            sure_N[part] = log_p_N.exp() if sure is None else sure(lawful_NV, own_NV, token_N[part]).to(self.exact)
+            logprob_N[part] = log_p_N
+        token_BK, sure_BK, logprob_BK = (x_N.view(asked.place_BK.shape) for x_N in (token_N, sure_N, logprob_N))
+        return token_BK, sure_BK, logprob_BK
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Places of a call after the blocks: features that `head` makes logits of, or (head None) logits; the row's number,
+    the draw index, the time and, if known, the token of each."""
+
+    features_NX: Tensor
+    head: Any
+    vocab_size: int
+    place_BK: Tensor
+    row_BK: Tensor
+    draw_BK: Tensor
+    t_BK: Tensor
+    truth_BK: Tensor | None
+
+    def at(self, first_BJ: Tensor) -> _Asked:
+        """Some of each row's places."""
+        b, k = self.place_BK.shape
+        start_B1 = torch.arange(0, b * k, k, device=first_BJ.device)[:, None]
+        features = self.features_NX[(start_B1 + first_BJ).view(-1)]
+        each = (self.place_BK, self.row_BK, self.draw_BK, self.t_BK, self.truth_BK)
+        rest = (None if x_BK is None else x_BK.gather(1, first_BJ) for x_BK in each)
+        return _Asked(features, self.head, self.vocab_size, *rest)  # type: ignore[arg-type]
+
+    def logits(self) -> Iterator[tuple[slice, Tensor]]:
+        """Slices of the places with their logits, which the caller may write into. All slices have one size, so that
+        what is computed for a place does not depend on which of them it is in; the last begins within the one before
+        it."""
+        n = len(self.features_NX)
+        cells = CELLS if self.features_NX.is_cuda else CELLS_CPU
+        size = min(n, max(1, cells // self.vocab_size))
+        for start in range(0, n, size):
+            part = slice(min(start, n - size), min(start, n - size) + size)
+            features = self.features_NX[part]
+            yield part, features.clone() if self.head is None else self.head(features, self.t_BK.reshape(-1)[part])
 
 
 def uniforms_at(seed: int, row_B: Tensor, length: int, draw_B: Tensor) -> Tensor:

@@ -77,37 +77,39 @@ from torch import Tensor
 from relaylm.core.plan import Plan
 from relaylm.errors import UserError, meant
 from relaylm.kernels import may_stop
+from relaylm.sampling.law import log_probability
 
 DREAM_EPS = 1e-3  # Dream's last time before 0
 
 
 # ---------------------------------------------------------------------------------------------- how sure is a place?
-# Each takes log-probabilities (N, V) under the law that tokens are drawn from (temperature, nucleus applied)
-# and under the model's own, and the drawn tokens; larger is surer. The mask has probability 0 in both.
+# Each takes logits (N, V) of the law that tokens are drawn from (temperature, nucleus applied) and the model's own, and
+# the drawn tokens; larger is surer. The mask has probability 0 in both.
 
 
 def own_probability(drawn_NV: Tensor, own_NV: Tensor, token_N: Tensor) -> Tensor:
     """LLaDA and Fast-dLLM: the drawn token's probability under the model's own distribution, at any temperature."""
-    return own_NV.gather(1, token_N[:, None])[:, 0].exp()
+    return log_probability(own_NV, token_N).exp()
 
 
 def drawn_probability(drawn_NV: Tensor, own_NV: Tensor, token_N: Tensor) -> Tensor:
     """Dream's `maskgit_plus`: the drawn token's probability under the law it was drawn from."""
-    return drawn_NV.gather(1, token_N[:, None])[:, 0].exp()
+    return log_probability(drawn_NV, token_N).exp()
 
 
-def margin(drawn_NV: Tensor, own_NV: Tensor, token_N: Tensor) -> Tensor:
+def margin(drawn_NV: Tensor, own_NV: Tensor, token_N: Tensor | None) -> Tensor:
     """Dream's `topk_margin`: the largest probability less the second largest."""
-    if drawn_NV.shape[1] < 2:
-        return drawn_NV[:, 0].exp()
-    top_N2 = drawn_NV.topk(2, dim=1).values.exp()
-    return top_N2[:, 0] - top_N2[:, 1]
+    top_N2 = (drawn_NV.topk(min(2, drawn_NV.shape[1]), dim=1).values - drawn_NV.logsumexp(dim=1, keepdim=True)).exp()
+    return top_N2[:, 0] - top_N2[:, 1:].sum(dim=1)
 
 
-def negative_entropy(drawn_NV: Tensor, own_NV: Tensor, token_N: Tensor) -> Tensor:
+def negative_entropy(drawn_NV: Tensor, own_NV: Tensor, token_N: Tensor | None) -> Tensor:
     """Dream's `entropy`: sum_v p_v log p_v. (Dream adds 1e-10 inside the logarithm; 0 log 0 is 0 here.)"""
-    entropy_N: Tensor = torch.special.entr(drawn_NV.exp()).sum(dim=1)
-    return -entropy_N
+    below_NV = drawn_NV - drawn_NV.amax(dim=1, keepdim=True)
+    weight_NV = below_NV.exp()
+    below_NV.clamp_min_(torch.finfo(below_NV.dtype).min)  # a probability of 0 times -inf is no number
+    total_N, sum_N = weight_NV.sum(dim=1), torch.linalg.vecdot(weight_NV, below_NV)
+    return torch.sub(sum_N / total_N, total_N.log())
 
 
 # ---------------------------------------------------------------------------------------------- which are written?
@@ -271,7 +273,7 @@ class Rule:
     block: int | None = None  # semi-autoregressive: blocks of so many positions, one after the other
     takes_block: bool = False
     counts: Callable[[int, int], np.ndarray] | None = None  # positions that each step writes, where that is fixed
-    sure: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    sure: Callable[..., Tensor] | None = None
     which: Callable[[Tensor, Tensor, float], Tensor] | None = None  # of adaptive rules; the others take the surest
     rates: Callable[..., Rates] | None = None
     spaced: bool = False  # the surest that keep a distance, in sets
@@ -366,8 +368,7 @@ def parse_rule(text: str, block_length: int | None = None) -> Rule:
         raise UserError(f"{text!r} is not a decoding rule; the rules are {NOTATION}") from None
     if not all(map(math.isfinite, numbers)):
         raise UserError(f"{text!r} has a number that is not finite; the rules are {NOTATION}")
-    given = len(rule.numbers)
-    extra, numbers = numbers[given:], numbers[:given]
+    numbers, extra = numbers[: len(rule.numbers)], numbers[len(rule.numbers) :]
     if extra and not (rule.takes_block and len(extra) == 1 and extra[0] == int(extra[0])):
         raise UserError(f"{text!r} has too many numbers or a broken one; the rules are {NOTATION}")
     if extra and block_length is not None:
@@ -445,6 +446,5 @@ def planned(rule: Rule, plan: Plan, times: tuple[float, ...]) -> Plan:
         np.put_along_axis(place_nL, order_nL, np.arange(plan.length)[None, :], axis=1)
         step_nL = np.stack([np.searchsorted(e, p, side="right") for e, p in zip(ends_nT, place_nL, strict=True)])
     step_nL = np.clip(step_nL, 0, steps - 1)
-    grid = np.asarray(times)
-    middle = (grid[:-1] + grid[1:]) / 2
+    middle = np.add(times[:-1], times[1:]) / 2
     return replace(plan, u_nL=np.where(free_nL, middle[step_nL], 0.0))

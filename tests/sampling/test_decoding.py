@@ -23,6 +23,7 @@ from relaylm.errors import UserError
 from relaylm.models.denoiser import Architecture, FromLogits, Transformer
 from relaylm.models.family import Family
 from relaylm.models.tokenizer import Text8Tokenizer
+from relaylm.sampling import rule_call
 from relaylm.sampling import rules as decoding
 from relaylm.sampling.blocks import window_seed
 from relaylm.sampling.confidence import RuleRun, decode
@@ -230,6 +231,7 @@ def fast_dllm(row: Literal, rule: Rule, steps: int) -> None:
 def surest(row: Literal, rule: Rule, steps: int) -> None:
     """Rising entropy, at least a distance apart; with N sets at a look, the others follow in calls of their own."""
     distance, sets = map(int, rule.numbers)
+    most = -(-len(row.x) // distance)
     while left := row.masked():
         for k in range(sets):
             if not row.masked():
@@ -247,6 +249,8 @@ def surest(row: Literal, rule: Rule, steps: int) -> None:
             order = [j for j in order if j not in taken]
             if k > 0 and taken:
                 seen = row.look(model, t, sorted(taken))
+            elif len(left) > most:  # more than a call can write: their entropies first, then draws where it writes
+                row.calls[-1] = (model, len(left) + len(taken))
             for j in taken:
                 row.write(model, j, seen[j][0])
 
@@ -419,6 +423,19 @@ def test_each_rule_is_its_definition(text: str, kind: str, count: int) -> None:
         assert samples.cost.calls == calls
         if kind == "linear":
             assert samples.cost.flops == spent
+
+
+@pytest.mark.parametrize("kind", ["linear", "transformer"])
+@pytest.mark.parametrize("text", ["surest:3", "surest:2:3", "eb:2", "low-confidence", "threshold:0.4", "dream-margin"])
+def test_logits_made_a_few_places_at_a_time_are_the_same(text: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of one place, and of five, which do not divide their number; of a model that gives logits and of one that
+    has a head."""
+    models, mask_id, length = make_models(kind, 2)
+    rule, given_nL = parse_rule(text), make_given(length, 4)
+    whole = run(models, rule, mask_id, given_nL, 12).tokens
+    for places in (1, 5):
+        monkeypatch.setattr(rule_call, "CELLS_CPU", 9 * places)
+        assert (run(models, rule, mask_id, given_nL, 12).tokens == whole).all(), places
 
 
 @pytest.mark.parametrize("text", EVERY)
