@@ -66,50 +66,42 @@ class Protocol(H11Protocol):
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket for clients. Those that do not read what they are sent are cut off after a while by Linux, which also
-    counts once the last byte is handed to it: elsewhere they are not."""
-    listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    """A socket for clients, who may connect from now on. Those that do not read what they are sent are cut off after a
+    while by Linux, which also counts once the last byte is handed to it: elsewhere they are not."""
+    try:
+        listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError as error:
+        raise UserError(f"cannot listen on {address}:{port}: {reason(error)}") from None
     if stall := getattr(socket, "TCP_USER_TIMEOUT", None):  # every connection has it from here
         listener.setsockopt(socket.IPPROTO_TCP, stall, int(1000 * STALL_SECONDS))
     return listener
 
 
 def run(
-    backend: Backend,
-    settings: Settings,
-    address: str,
-    port: int,
-    most: int,
-    grace: float,
-    worker: Worker | None = None,
+    backend: Backend, settings: Settings, listener: socket.socket, most: int, grace: float, worker: Worker | None = None
 ) -> None:
     """Serve until SIGINT or SIGTERM, or until the process that computes is lost; then finish what runs, for at most
     `grace` seconds."""
     start_log()
-    try:
-        listener = listen(address, port)
-    except OSError as error:
-        raise UserError(f"cannot listen on {address}:{port}: {reason(error)}") from None
-    with listener:
-        host, port = listener.getsockname()[:2]
-        facts = {"address": f"http://{f'[{host}]' if ':' in host else host}:{port}"}
-        logging.getLogger("relaylm.serve").info("listening", extra={"facts": facts})
-        config = uvicorn.Config(
-            create_app(backend, settings),
-            http=Protocol,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            ws="none",
-            limit_concurrency=most,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=int(grace) + 1,
-            h11_max_incomplete_event_size=1 << 15,  # bytes of headers
-        )
-        server = uvicorn.Server(config)
-        if worker is not None:
-            worker.on_loss = lambda: setattr(server, "should_exit", True)
-        server.run([listener])
+    host, port = listener.getsockname()[:2]
+    facts = {"address": f"http://{f'[{host}]' if ':' in host else host}:{port}"}
+    logging.getLogger("relaylm.serve").info("listening", extra={"facts": facts})
+    config = uvicorn.Config(
+        create_app(backend, settings),
+        http=Protocol,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        limit_concurrency=most,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(grace) + 1,
+        h11_max_incomplete_event_size=1 << 15,  # bytes of headers
+    )
+    server = uvicorn.Server(config)
+    if worker is not None:
+        worker.on_loss = lambda: setattr(server, "should_exit", True)
+    server.run([listener])
 
 
 def serve(
@@ -122,21 +114,23 @@ def serve(
     cluster: str | None = None,
     replicas: int | None = None,
 ) -> None:
-    """Serve families from a process of their own, or from replicas on a Ray cluster."""
+    """Serve families from a process of their own, or from replicas on a Ray cluster. The port is taken first: if it is
+    busy, nothing is loaded, and clients who come early wait."""
     most = limits.max_rows + limits.max_queue + 64
-    if cluster is not None:
-        from relaylm.serve.replicas import deploy
+    with listen(*address) as listener:
+        if cluster is not None:
+            from relaylm.serve.replicas import deploy
 
-        replicas_there = deploy(sources, device, dtype, limits, cluster, replicas)
-        run(replicas_there, settings, *address, most * (replicas or 16), limits.timeout)
-        return
-    worker = Worker(sources, device, dtype, limits)
-    from relaylm.serve.host import Host  # needs PyTorch, which was imported while the other process loaded
+            replicas_there = deploy(sources, device, dtype, limits, cluster, replicas)
+            run(replicas_there, settings, listener, most * (replicas or 16), limits.timeout)
+            return
+        worker = Worker(sources, device, dtype, limits)
+        from relaylm.serve.host import Host  # needs PyTorch, which was imported while the other process loaded
 
-    try:
-        host = Host(worker.families, limits, worker)
-        run(host, settings, *address, most, limits.timeout, worker)
-    finally:
-        worker.close()
+        try:
+            host = Host(worker.families, limits, worker)
+            run(host, settings, listener, most, limits.timeout, worker)
+        finally:
+            worker.close()
     if worker.lost:
         sys.exit(1)  # the log says why

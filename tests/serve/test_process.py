@@ -314,3 +314,10 @@ def test_a_name_ends_at_the_first_equals_sign(folder: Path, tmp_path: Path) -> N
     odd = tmp_path / "steps=8"
     shutil.copytree(folder, odd)
     assert [*load_families([f"mine={odd}"], "cpu", None)] == ["mine"]
+
+
+def test_a_busy_port_is_reported_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        assert main(["serve", "--family", "no such family", "--port", str(port)]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}: " in capsys.readouterr().err
