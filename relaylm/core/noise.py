@@ -26,6 +26,7 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57  # Philox multipliers and Weyl constants (Salm
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
 BLOCK = 64  # tokens that share one block minimum
+_PIECE = 1 << 16  # uniforms that are made at once, so that they stay in the cache
 
 # What a counter is used for; the low byte of its last word. The draw index fills the rest of that word.
 _TIME, _BLOCK_MINIMUM, _TOKEN = 0, 1, 2
@@ -33,8 +34,9 @@ _TIME, _BLOCK_MINIMUM, _TOKEN = 0, 1, 2
 
 def philox(counter: Sequence[Any], key: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
     """Philox4x32 with ten rounds. Counter words are int64 arrays or tensors that hold 32-bit values; so are the four
-    words returned. (A signed 64-bit product wraps, but its bits are those of the unsigned one, and the mask after the
-    arithmetic shift removes the sign's copies.)"""
+    words returned. Words that only broadcast to one shape save work in the first rounds. (A signed 64-bit product
+    wraps, but its bits are those of the unsigned one, and the mask after the arithmetic shift removes the copies of the
+    sign.)"""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -58,12 +60,13 @@ def split_seed(seed: int) -> tuple[int, int]:
 
 def uniforms(seed: int, rows_n: np.ndarray, length: int, draw: int = 0) -> np.ndarray:
     """u in (0, 1) for each (row, position), float64 with 52 random bits (with 53, adding 1/2 could round to 1)."""
-    row_n1 = rows_n.astype(np.int64)[:, None]
-    position_1L = np.arange(length, dtype=np.int64)[None, :]
-    zero = np.zeros_like(row_n1 + position_1L)
-    words = philox((zero, zero + position_1L, zero + row_n1, zero + (draw << 8 | _TIME)), split_seed(seed))
-    bits: np.ndarray = (words[0] << 20) | (words[1] >> 12)
-    return (bits.astype(np.float64) + 0.5) * 2.0**-52
+    key, position_1L = split_seed(seed), np.arange(length, dtype=np.int64)[None, :]
+    u_nL, size = np.empty((len(rows_n), length)), max(1, _PIECE // max(1, length))
+    for piece in (slice(start, start + size) for start in range(0, len(rows_n), size)):
+        row_r1 = rows_n[piece].astype(np.int64)[:, None]
+        words = philox((0, position_1L, row_r1, draw << 8 | _TIME), key)
+        u_nL[piece] = (((words[0] << 20) | (words[1] >> 12)) + 0.5) * 2.0**-52
+    return u_nL
 
 
 Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -75,10 +78,8 @@ Seed = int | tuple[torch.Tensor, torch.Tensor]
 def _words(seed: Seed, places: Places, index_NX: torch.Tensor, use: int) -> tuple[torch.Tensor, ...]:
     """Four 32-bit words (N, X) for each place and index."""
     row_N1, position_N1, draw_N1 = (x_N[:, None] for x_N in places)
-    zero_NX = torch.zeros_like(index_NX + position_N1)
-    counter = (zero_NX + index_NX, zero_NX + position_N1, zero_NX + row_N1, zero_NX + (draw_N1 * 256 + use))
     key: Any = split_seed(seed) if isinstance(seed, int) else tuple(word_N[:, None] for word_N in seed)
-    return philox(counter, key)
+    return philox((index_NX, position_N1, row_N1, draw_N1 * 256 + use), key)
 
 
 def _exponential(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:

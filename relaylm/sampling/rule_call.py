@@ -306,8 +306,7 @@ def uniforms_at(seed: int, row_B: Tensor, length: int, draw_B: Tensor) -> Tensor
     """`plan.uniforms` with a draw index for each row, on the rows' device: (B, L) in (0, 1)."""
     if row_B.device.type == "mps":  # no float64 there
         return uniforms_at(seed, row_B.cpu(), length, draw_B.cpu()).float().to(row_B.device)
-    zero_BL = torch.zeros(len(row_B), length, dtype=torch.int64, device=row_B.device)
-    position_L = torch.arange(length, device=row_B.device)
-    counter = (zero_BL, zero_BL + position_L, zero_BL + row_B[:, None], zero_BL + (draw_B * 256)[:, None])
+    position_1L = torch.arange(length, device=row_B.device)[None, :]
+    counter = (torch.zeros_like(position_1L), position_1L, row_B[:, None], (draw_B * 256)[:, None])
     words = philox(counter, split_seed(seed))
     return (((words[0] << 20) | (words[1] >> 12)).double() + 0.5) * 2.0**-52

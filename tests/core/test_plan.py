@@ -213,12 +213,21 @@ def lines(n: int, row: int = 0, position: int = 0, draw: int = 0) -> list[torch.
     return [torch.arange(row, row + n), torch.full((n,), position), torch.full((n,), draw)]
 
 
+def test_uniforms_are_those_of_each_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are worked on in pieces: here of four rows, the last one short."""
+    rows_n = np.array([7, 0, 2**32 - 1, 5, 5, 2**20, 1, 3, 2, 9])
+    alone_nL = np.concatenate([uniforms(2**40 + 1, rows_n[i : i + 1], 30, draw=2) for i in range(len(rows_n))])
+    monkeypatch.setattr("relaylm.core.noise._PIECE", 4 * 30)
+    assert (uniforms(2**40 + 1, rows_n, 30, draw=2) == alone_nL).all()
+    assert uniforms(0, rows_n[:0], 30).shape == (0, 30) and uniforms(0, rows_n, 0).shape == (10, 0)
+
+
 def test_no_two_uses_share_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times and tokens of any draws of a row come from different numbers of the generator."""
     last_words: list[int] = []
 
     def watched(counter: Sequence[Any], key: tuple[int, int]) -> Any:
-        last_words.append(int(counter[3].flatten()[0]))
+        last_words.append(int(np.asarray(counter[3]).flatten()[0]))
         return philox(counter, key)
 
     monkeypatch.setattr("relaylm.core.noise.philox", watched)
