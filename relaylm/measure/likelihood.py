@@ -45,6 +45,7 @@ from torch import Tensor
 from relaylm.core.noise import uniforms
 from relaylm.core.schedule import Timetable
 from relaylm.errors import UserError, checked
+from relaylm.measure import metrics
 from relaylm.models.family import Family
 from relaylm.models.text import read_text, wrap_marks, wrapped_rows
 from relaylm.sampling.engine import settings
@@ -321,11 +322,7 @@ def _autocast(device: torch.device, precision: str) -> torch.autocast:
 
 
 def _interval(nats_N: np.ndarray, symbols_N: np.ndarray, draws: int) -> Bound:
-    """Total over total (rows may differ in length), and the ratio's standard error."""
-    n, symbols = len(nats_N), int(symbols_N.sum())
-    mean = check_losses(nats_N).sum() / symbols
-    if math.isinf(mean):
-        return Bound(math.inf, -math.inf, math.inf, n, symbols, draws)
-    spread = math.sqrt(((nats_N - mean * symbols_N) ** 2).sum() / (n - 1) * n) / symbols if n > 1 else math.inf
-    bits, margin = mean / math.log(2), 1.96 * spread / math.log(2)
-    return Bound(float(bits), float(bits - margin), float(bits + margin), n, symbols, draws)
+    """Total over total (rows may differ in length), with the interval of a ratio of sums."""
+    found = metrics.ratio_estimate(check_losses(nats_N), symbols_N)
+    bits, low, high = (float(x) / math.log(2) for x in (found.value, found.low, found.high))
+    return Bound(bits, low, high, len(nats_N), int(symbols_N.sum()), draws)
