@@ -41,6 +41,7 @@ from relaylm.measure.evaluate import (
     texts_of,
 )
 from relaylm.measure.judge import Judge, Scores, features, load_judge, log_perplexity
+from relaylm.measure.likelihood import text_rows
 from relaylm.measure.plan_likelihood import plan_bound
 from relaylm.measure.prices import prices
 from relaylm.measure.rivals import Entry, base_steps, contenders, expected_flops, one_model
@@ -97,6 +98,7 @@ def compare(
     light, heavy = family.roles(light, heavy)
     given_nL, prompt_texts = given_rows(family, prompts, n, length)
     length, free_n = int(given_nL.shape[1]), (given_nL < 0).sum(axis=1)
+    text, mauve = (None if rows is None else text_rows(family, rows, 1, family.length) for rows in (text, mauve))
     entries = contenders(family, schedules, steps, given_nL, light, heavy, rivals)
     referee, kept = load_judge(judge, family), open_store(store)
     batch = min(n, batch_size or family.batch_size(n, length))

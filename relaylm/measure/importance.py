@@ -36,7 +36,7 @@ from relaylm.console import progress_bar, table
 from relaylm.core.noise import uniforms
 from relaylm.core.plan import LINEAR, Alpha, unmask_probability
 from relaylm.core.schedule import Timetable
-from relaylm.errors import UserError
+from relaylm.errors import UserError, checked, whole
 from relaylm.measure import metrics
 from relaylm.measure.likelihood import MaskedSums, masked_sums, spread_rows
 from relaylm.models.family import Family
@@ -46,6 +46,7 @@ STATES = ("data", "trajectory")
 TWIN = "twin of "
 
 
+@checked
 def importance(
     family: Family,
     text: np.ndarray | None = None,
@@ -74,9 +75,7 @@ def importance(
         raise UserError(f"{states!r} are not states to measure on: choose {' or '.join(STATES)}")
     chosen = _pairs(family, pairs)
     times = _times(timesteps)
-    n = sequences or (500 if family.device.type == "cuda" else 64)
-    if n < 2:
-        raise UserError(f"an importance curve needs at least 2 sequences, not {n}")
+    n = (500 if family.device.type == "cuda" else 64) if sequences is None else whole(sequences, "sequences", 2)
     length = length or family.length
     if length > family.length:
         raise UserError(f"length {length} is more than the family's {family.length}")

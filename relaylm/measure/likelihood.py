@@ -78,6 +78,17 @@ def spread_rows(tokens_N: np.ndarray | Sequence[int], length: int, rows: int | N
     return np.asarray(tokens_N[starts[:, None] + np.arange(length)]).astype(np.int64)
 
 
+def text_rows(family: Family, text: Any, least: int, most: int) -> np.ndarray:
+    """Rows of a family's token ids, `least` to `most` in a row, as an array; anything else is refused."""
+    rows, size = np.asarray(text), family.vocab_size
+    if rows.ndim != 2 or rows.dtype.kind not in "iu" or not len(rows) or not least <= rows.shape[1] <= most:
+        wanted = f"{least} to {most}" if most < 2**32 else f"at least {least}"
+        raise UserError(f"held-out text must be rows of {wanted} token ids, not {rows.dtype} in shape {rows.shape}")
+    if rows.min() < 0 or rows.max() >= size:
+        raise UserError(f"held-out text must hold token ids from 0 to {size - 1}, not {rows.min()} to {rows.max()}")
+    return rows
+
+
 def mask_counts(n: int, length: int, draws: int, seed: int) -> np.ndarray:
     """(N, D) numbers of masked positions, uniform on 1 .. L and stratified over the draws of each row."""
     if draws < 1:

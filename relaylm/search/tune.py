@@ -42,6 +42,7 @@ import numpy as np
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.files import plain, with_infinities
+from relaylm.measure.likelihood import text_rows
 from relaylm.measure.metrics import paired_difference as paired
 from relaylm.measure.schedule_likelihood import BoundTable, measure_table, step_costs
 from relaylm.measure.store import cached
@@ -132,8 +133,7 @@ def measure_prior(tuner: Tuner, text: np.ndarray | None, quick: bool) -> None:
         return
     trials.check_time()
     length = trials.given_PL.shape[1]
-    if text is not None and (text.ndim != 2 or text.shape[1] < length):
-        raise UserError(f"the held-out text must be rows of at least {length} tokens, not an array of {text.shape}")
+    text = None if text is None else text_rows(problem.family, text, length, 2**32)
     tuner.table, rows = _bound_table(tuner, models, text)
     before = 0
     for j, width in enumerate(space.widths):

@@ -353,6 +353,25 @@ def test_messages(family: Family) -> None:
             compare(family, schedules, n, progress=False)
 
 
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"prompts": "the "}, "a list of texts"),
+        ({"text": np.zeros(64, dtype=int)}, "rows of 1 to 16"),
+        ({"text": np.zeros((2, 17), dtype=int)}, "rows of 1 to 16"),
+        ({"text": np.zeros((2, 16))}, "not float64"),
+        ({"text": np.full((2, 16), -1)}, "from 0 to 27"),
+        ({"mauve": np.full((2, 16), 28)}, "from 0 to 27"),
+    ],
+)
+def test_what_is_no_text_is_refused_before_anything_runs(
+    family: Family, options: dict[str, Any], word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "sample", lambda *_, **__: pytest.fail("work was done"))
+    with pytest.raises(UserError, match=word):
+        compare(family, ["heavy"], 4, bound=True, progress=False, **options)
+
+
 # ------------------------------------------------------------------------------------------------ the store
 
 

@@ -174,6 +174,8 @@ def test_rows_and_runs_of_text() -> None:
         ({"pairs": "some"}, "pairs"),
         ({"pairs": [("1b", "9b")]}, "9b"),
         ({"sequences": 1}, "sequences"),
+        ({"sequences": 0}, "sequences"),
+        ({"length": 0}, "length"),
         ({"length": 17}, "length"),
     ],
 )
