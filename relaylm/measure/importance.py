@@ -38,7 +38,7 @@ from relaylm.core.plan import LINEAR, Alpha, unmask_probability
 from relaylm.core.schedule import Timetable
 from relaylm.errors import UserError, checked, whole
 from relaylm.measure import metrics
-from relaylm.measure.likelihood import MaskedSums, masked_sums, spread_rows
+from relaylm.measure.likelihood import MaskedSums, masked_sums, spread_rows, text_rows
 from relaylm.models.family import Family
 from relaylm.sampling.sample import sample
 
@@ -80,7 +80,7 @@ def importance(
     if length > family.length:
         raise UserError(f"length {length} is more than the family's {family.length}")
     data = states == "data"
-    rows_NL = _text_rows(text, length, n) if data else np.empty((n, 0), dtype=np.int64)
+    rows_NL = _text_rows(family, text, length, n) if data else np.empty((n, 0), dtype=np.int64)
     heavies = dict.fromkeys(heavy for _, heavy in chosen)
     groups = [chosen] if data else [[pair for pair in chosen if pair[1] == heavy] for heavy in heavies]
     grid = steps or length
@@ -262,15 +262,12 @@ def _times(timesteps: int | Sequence[float]) -> list[float]:
     return times
 
 
-def _text_rows(text: np.ndarray | None, length: int, n: int) -> np.ndarray:
+def _text_rows(family: Family, text: np.ndarray | None, length: int, n: int) -> np.ndarray:
     if text is None:
         raise UserError("importance on data needs held-out text: give its tokens, or choose states trajectory")
     tokens = np.asarray(text)
-    if tokens.ndim == 1:
-        return spread_rows(tokens, length, n)
-    if tokens.shape[1] < length:
-        raise UserError(f"the rows of text have {tokens.shape[1]} tokens, less than the length {length}")
-    return tokens[:n, :length].astype(np.int64)
+    rows = spread_rows(tokens, length, n) if tokens.ndim == 1 else tokens
+    return text_rows(family, rows, length, 2**32)[:n, :length].astype(np.int64)
 
 
 def _with_twins(

@@ -161,7 +161,7 @@ def test_rows_and_runs_of_text() -> None:
     assert a["sequences"] == 10
     with pytest.raises(UserError, match="held-out text"):
         importance(family(), timesteps=2)
-    with pytest.raises(UserError, match="less than the length"):
+    with pytest.raises(UserError, match="rows of at least 16"):
         importance(family(), rows[:, :8], timesteps=2)
 
 

@@ -348,6 +348,18 @@ def test_evolution_finds_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row["kind"] for row in found["confirmed"]} == {"mixed", "rival", "anchor"}
 
 
+def test_one_model_that_evolution_finds_is_a_rival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the steps of the heavy model lose little, and all other ways to save as much lose more."""
+    flat = np.zeros((10, 4))
+    monkeypatch.setattr(evolution, "measure_prior", lambda tuner, *a, **k: setattr(tuner, "prior_SO", flat))
+    harm = {"4b": np.ones_like, "12b": np.zeros_like}
+    problem = oracle_problem(harm=harm, densities=(Fraction(1), Fraction(1, 2)), sd=0.001, rough=1.0)
+    found = run(Evolve(problem, problem.price(problem.alone("12b", 20)), n=8, confirm=16))
+    assert Schedule.parse(found["schedule"]).timetable() == problem.alone("12b", 20).timetable()
+    chosen = next(row for row in found["confirmed"] if row["schedule"] == found["schedule"])
+    assert chosen["kind"] == "rival" and found["verdict"].startswith("AN EQUAL-COMPUTE RIVAL WINS")
+
+
 # ------------------------------------------------------------------------------------------------ budgets and errors
 
 
