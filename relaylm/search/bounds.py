@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from relaylm.core.cost import SPACED_PLANS, spaced_sizes
+from relaylm.core.cost import SPACED_PLANS, kinds_of_rows, spaced_sizes
 from relaylm.core.pairs import spacing_loss
 from relaylm.core.schedule import Schedule, Segment, Spacing
 from relaylm.measure.metrics import paired_difference as paired
@@ -145,11 +145,10 @@ def _edges(problem: Problem) -> list[float]:
 
 def _segment_prices(problem: Problem, spacing: Spacing) -> np.ndarray:
     """(S, K): the mean price of a segment's calls under each model."""
-    free, rows = np.unique(problem.free_n, return_counts=True)
     edges = -np.array(_edges(problem))
     out_SK = np.zeros((problem.segments, len(problem.models)))
-    for f, weight in zip(free.tolist(), rows / rows.sum(), strict=True):
-        t_E, count_E = spaced_sizes(f, spacing)
+    for kind, weight in kinds_of_rows(problem.free_n).items():
+        t_E, count_E = spaced_sizes(kind, spacing)
         owner_E = np.searchsorted(edges, -t_E, side="right") - 1
         calls_S, asked_S = (np.bincount(owner_E, w, problem.segments) / SPACED_PLANS for w in (None, count_E))
         for k, price in enumerate(problem.prices[name] for name in problem.models):

@@ -124,8 +124,8 @@ def search(
     two = light_segments is not None or budget is None
     light, heavy, names = _models(family, method, models, light, heavy, two)
     given_PL, texts = given_rows(family, prompts, 1 if prompts is None else len(prompts), length)
-    free_n, length = (given_PL < 0).sum(axis=1), given_PL.shape[1]
-    if not free_n.all():
+    free_PL, length = given_PL < 0, given_PL.shape[1]
+    if not free_PL.any(axis=1).all():
         raise UserError("nothing is left to write: a prompt takes all positions")
     total = _steps(length if steps is None else steps, segments)
     # Independent of n, so that bits stay the same. A quarter of the usual batch is nearly as fast, and is filled by the
@@ -141,7 +141,7 @@ def search(
     unit = "flops" if budget is None else budgets(budget)[0].unit
     prices = pricing.prices(family, unit, length, total, models=names, batch_size=batch)
     each = _densities(DENSITIES if densities is None else densities)
-    problem = Problem(family, trials, light, heavy, names, total, segments, each, unit, prices, free_n)
+    problem = Problem(family, trials, light, heavy, names, total, segments, each, unit, prices, free_PL)
     if method == "tune":
         problem.pairs = family.pairs
         if problem.pairs is None:

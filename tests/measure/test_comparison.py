@@ -23,7 +23,7 @@ from relaylm.measure.compare import compare, comparisons, render, verdict
 from relaylm.measure.evaluate import row_costs
 from relaylm.measure.judge import features, from_logits, load_judge, score
 from relaylm.measure.prices import prices
-from relaylm.measure.rivals import expected_flops, steps_within
+from relaylm.measure.rivals import contenders, expected_flops, steps_within
 from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.models.family import Family
 from relaylm.models.tokenizer import Text8Tokenizer
@@ -270,6 +270,23 @@ def test_steps_within_a_budget(family: Family) -> None:
         assert steps_within(cost, cost(steps) * 0.999) in (steps - 1, None)
     assert steps_within(float, 20.5, 0, 13) == 13 and steps_within(float, 7.5, 0, 13) == 7
     assert steps_within(float, 0.5, 0) == 0 and steps_within(float, 0.5) is None
+
+
+def test_the_spaced_rival_of_gaps_spends_what_it_may(family: Family) -> None:
+    """Of every second position the schedule makes 4 calls of the light model or the heavy one. The heavy model's spaced
+    plan has the largest distance within that by its own calls, which are fewer than those of positions side by side."""
+    given = np.zeros((1, LENGTH), dtype=np.int64)
+    given[0, ::2] = -1
+    entries = contenders(family, ["L2 H6"], None, given, "4b", "12b", True)
+    (rival,) = (entry.schedule for entry in entries if entry.rival == "heavy, spaced")
+    assert rival.spacing is not None
+    asked = sample(family, entries[0].schedule, 400, given=given[0], seed=1).cost.flops or 0.0
+
+    def flops(distance: int) -> float:
+        spaced = f"12b:100% spaced:{distance}"
+        return sample(family, spaced, 400, given=given[0], seed=1).cost.flops or 0.0
+
+    assert flops(rival.spacing.distance) < 1.02 * asked < 1.04 * flops(rival.spacing.distance + 1)
 
 
 # ------------------------------------------------------------------------------------------------ conditions

@@ -96,9 +96,11 @@ def test_the_mixture_of_least_predicted_loss_is_found(problem: Problem, bounds: 
 
 @pytest.mark.parametrize("distance", [1, 3, 19])
 def test_segments_cost_what_their_schedules_cost(problem: Problem, distance: int) -> None:
-    """Of 20 positions in 10 segments many calls begin where a segment ends, and the model may change."""
-    free_n = np.array([20, 20, 10])
-    problem = dataclasses.replace(problem, segments=10, free_n=free_n)
+    """Of 20 positions in 10 segments many calls begin where a segment ends, and the model may change. (Every second
+    position is free in one of the rows.)"""
+    free_nL = np.zeros((3, 40), dtype=bool)
+    free_nL[0, :20] = free_nL[1, ::2] = free_nL[2, 10:20] = True
+    problem = dataclasses.replace(problem, segments=10, free_n=free_nL)
     price_SK = _segment_prices(problem, Spacing(distance))
     for choice in np.random.default_rng(distance).integers(0, 2, (20, 10)):
         cells = " ".join(problem.models[k] for k in choice)
@@ -178,3 +180,13 @@ def test_blocks_do_not_price_spaced_plans(family: Family, problem: Problem) -> N
         )  # fmt: skip
         assert not problem_in_blocks.spaced
         problem_in_blocks.price(Schedule.parse("3b:100% spaced:4"))
+
+
+def test_calls_are_foreseen_where_the_free_positions_are(family: Family) -> None:
+    """Every fourth position free: spaced:4 takes one call, and spaced:8 as many as its plans say."""
+    given = np.zeros((1, LENGTH), dtype=np.int64)
+    given[0, ::4] = -1
+    trials = Trials(family, None, given, "3b", seed=5)
+    one, two = (Schedule.parse(f"3b:100% spaced:{distance}") for distance in (4, 8))
+    assert trials.expected_calls([one]) == 1
+    assert trials.expected_calls([two]) == pytest.approx(trials.needed(two, 0, 2000)["3b"] / 2000, rel=0.1)
