@@ -412,7 +412,7 @@ class Tune:
         one = len(self.goals) == 1
         final = _race(tuner, self.goals[0]) if one else rungs(tuner, self.ladder)
         n = self.rows.affordable([c.schedule for c in final], self.rows.left)
-        return final, (one and self.confirm) or max(FIRST_ROUND * (1 if one else 2), min(CONFIRM, n))
+        return final, self.confirm or max(FIRST_ROUND * (1 if one else 2), min(CONFIRM, n))
 
     def decide(self, final: Sequence[Candidate], log_Sn: np.ndarray) -> dict[str, Any]:
         """Stage 5."""

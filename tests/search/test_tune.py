@@ -478,6 +478,15 @@ def test_a_front(tmp_path: Path) -> None:
     json.dumps(found, allow_nan=False)
 
 
+@pytest.mark.usefixtures("no_prior")
+@pytest.mark.parametrize(("shares", "max_loss"), [("25%", None), ("0:0.4:0.2", None), (None, 0.05)])
+def test_as_many_fresh_rows_are_taken_as_were_asked_for(shares: str | None, max_loss: float | None) -> None:
+    problem = oracle_problem(harm={"4b": odd, "12b": np.zeros_like})
+    goals = [] if shares is None else limits(problem, shares, None)
+    found = run(Tune(problem, goals, max_loss, total=600, confirm=300))
+    assert {row["rows"] for row in found["confirmed"]} == {300}
+
+
 def _undominated(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         row
