@@ -559,6 +559,15 @@ def test_quick_looks_at_the_bound_alone(family: Family) -> None:
     assert [goal["bits"] for goal in ranged["front"]] == sorted(goal["bits"] for goal in ranged["front"])
 
 
+@pytest.mark.parametrize("percent", [1, 100])
+def test_quick_keeps_to_an_allowed_loss_of_the_bound(family: Family, percent: int) -> None:
+    text = np.random.default_rng(0).integers(0, 27, (8, 16))
+    found = search(family, max_loss=f"{percent}%", quick=True, text=text, segments=4, progress=False)
+    kept = [row for row in found["bounds"] if row["against_heavy"]["difference"] <= math.log1p(percent / 100)]
+    assert found["recommendation"]["price"] == min(row["price"] for row in kept)
+    assert found["schedule"] in {row["schedule"] for row in kept} and len(found["bounds"]) > 1
+
+
 def test_one_model_can_be_tuned_too() -> None:
     """What is left then is the number of steps and where they are."""
     alone = small_family((2,))
