@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -115,6 +116,24 @@ def test_scores_are_those_of_independent_runs(family: Family) -> None:
     assert 0 < sum(asked.spent.made.values()) < sum(asked.spent.naive.values())
 
 
+def test_a_judge_of_text_is_told_each_rows_own_prompt(family: Family) -> None:
+    """A judge that reads letters scores as one that reads the same ids, to whom the beginnings are given as ids."""
+    beginnings, prompts = np.full((2, LENGTH), -1), ["aaa", "bbbbb"]
+    for row, prompt in zip(beginnings, prompts, strict=True):
+        row[: len(prompt)] = family.tokenizer.encode(prompt)  # type: ignore[union-attr]
+    inner = load_judge(None, family)
+
+    def encode(text: str) -> tuple[list[int], list[int]]:
+        return list(family.tokenizer.encode(text)), list(range(1, len(text) + 1))  # type: ignore[union-attr]
+
+    trials = make_trials(family, given=beginnings)
+    trials.judge, trials.prompts = dataclasses.replace(inner, encode=encode), prompts
+    found = trials.scores(bits("10"), 6, first=1)
+    tokens = trials.sample(bits("10")[0], 1, 6).tokens
+    given = beginnings[np.arange(1, 7) % 2]
+    assert found[0] == pytest.approx(log_perplexity(score(inner, tokens, given_nL=given)), rel=1e-5)
+
+
 def test_expected_calls_count_the_nodes_of_the_prefix_tree(family: Family) -> None:
     """At L = 16 and T = 16 a step is a call with probability 1 - (15/16)^16; placements of 3 in 6 cells of no step
     each share their beginnings, counted here by brute force."""
@@ -160,7 +179,9 @@ def test_nothing_is_computed_twice(family: Family, tmp_path: Path, monkeypatch: 
     two = bits("10", "01")
     found = first.scores(two, 8)
     assert counting.calls == [(2, 0, 4), (2, 4, 4)]
+    naive = first.spent.naive.copy()
     assert (first.scores(two, 8) == found).all() and len(counting.calls) == 2
+    assert first.spent.naive == naive and sum(naive.values()) > 0
     again = make_trials(family, store=Store(tmp_path))
     more = again.scores([*two, *bits("11")], 10)
     assert counting.calls[2:] == [(2, 8, 2), (1, 0, 5), (1, 5, 5)]
@@ -219,6 +240,8 @@ def test_calls_of_a_shared_chunk_are_shared_out(family: Family, tmp_path: Path) 
     third = sum(part.spent.made.values())
     part.scores(schedules, 8)
     whole = sum(part.spent.made.values())
+    (record,) = part.store.records("trials")  # type: ignore[union-attr]
+    assert dict(part.spent.made) == record["calls_made"]
     assert third == pytest.approx(whole / 3, abs=2) and not part.spent.now
 
 

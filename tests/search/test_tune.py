@@ -300,6 +300,10 @@ def test_the_prior_is_the_likelihood_bound(family: Family) -> None:
         choice = tuple(rng.integers(0, len(tuner.space.options), 4).tolist())
         bound = schedule_bound(tuner.table, tuner.space.schedule(choice)).nats_N.mean()
         assert tuner.prior_SO[np.arange(4), list(choice)].sum() == pytest.approx((bound - heavy) / 16, abs=1e-9)
+    assert tuner.rows.used == 6 * tune.DRAWS * len(problem.models)  # the table counts against the budget
+    longer = Tuner(problem, problem.space(), Rows(problem.trials))
+    measure_prior(longer, np.tile(text, (1, 2)), quick=False)
+    assert longer.prior_SO == pytest.approx(tuner.prior_SO)  # of longer rows the beginning is taken
 
 
 def test_ablations_go_both_ways() -> None:
