@@ -711,7 +711,7 @@ def measurements() -> dict[str, Run]:
         "importance-trajectory": curves(timesteps=3, states="trajectory", steps=8, pairs=[("1b", "3b")]),
         "compare": compared(["sandwich", "heavy", "L4 H12"], n=8),
         "compare-bound": compared(
-            ["L4 H4", "2b:8"], n=6, rivals=False, bound=True, text=some_text(), seed=4, batch_size=4
+            ["L4 H4", "2b:8"], n=6, rivals=False, bound=True, text=rows_of_text(), seed=4, batch_size=4
         ),
         "compare-prompts": compared(["sandwich:50%"], n=4, prompts=["the ", "of "], steps=8, rivals=False),
     }

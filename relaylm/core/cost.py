@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -123,12 +124,12 @@ class Price:
 def mean_price(
     prices: Mapping[str, Price], schedule: Schedule | Timetable, steps: float | None, free_n: np.ndarray
 ) -> float:
-    """What a row costs on average over all plans; `free_n` is the number of free positions of each row. The schedule
-    has models' names in it (no roles); `steps` is T, possibly infinite, or None for the schedule's own."""
-    free, rows = np.unique(np.asarray(free_n), return_counts=True)
+    """What a row costs on average over all plans; `free_n` is the number of free positions of each row, or says of each
+    position whether it is free (n, L). The schedule has models' names in it (no roles); `steps` is T, possibly
+    infinite, or None for the schedule's own."""
     if isinstance(schedule, Schedule) and schedule.spacing is not None:
-        each_f = [_mean_spaced_price(prices, schedule, int(f)) for f in free]
-        return float((np.array(each_f) * rows).sum() / rows.sum())
+        return sum(share * _mean_spaced_price(prices, schedule, kind) for kind, share in kinds_of_rows(free_n).items())
+    free, rows = np.unique(free_counts(free_n), return_counts=True)
     if (table := timetable_of(schedule, steps)) is None:
         assert isinstance(schedule, Schedule)
         if any(prices[name].every_step for name in schedule.models):
@@ -148,14 +149,32 @@ def mean_price(
     return float((np.array(each_f) * rows).sum() / rows.sum())
 
 
-def _mean_spaced_price(prices: Mapping[str, Price], schedule: Schedule, free: int) -> float:
+def free_counts(free_n: np.ndarray) -> np.ndarray:
+    """The number of free positions of each row, given that or which positions are free (n, L)."""
+    free_n = np.asarray(free_n)
+    return free_n if free_n.ndim == 1 else free_n.sum(axis=1)
+
+
+def kinds_of_rows(free_n: np.ndarray) -> dict[bytes, float]:
+    """Which positions are free, from a row's first free one to its last, a byte for each, 1 if it is; and the share of
+    rows of which that is so. Where only numbers are given, free positions are next to each other."""
+    free_n, found = np.asarray(free_n), Counter[bytes]()
+    if free_n.ndim == 1:
+        found.update(b"\1" * int(free) for free in free_n)
+    else:
+        for row, count in Counter(row.tobytes() for row in free_n.astype(np.uint8)).items():
+            found[row.strip(b"\0")] += count
+    return {kind: count / len(free_n) for kind, count in sorted(found.items())}
+
+
+def _mean_spaced_price(prices: Mapping[str, Price], schedule: Schedule, kind: bytes) -> float:
     """`mean_price` of a spaced schedule, over 64 plans of a fixed seed: there is no closed form."""
     if any(prices[name].every_step for name in schedule.models):
         raise UserError("blocks are counted by step, and a spaced schedule has none: choose flops, ms or J")
     assert schedule.spacing is not None
-    if not free:
+    if not kind:
         return 0.0
-    t_E, count_E = spaced_sizes(free, schedule.spacing)
+    t_E, count_E = spaced_sizes(kind, schedule.spacing)
     owner_E = np.searchsorted(-np.asarray(schedule.ends), -t_E, side="right")
     price_S = [prices[segment.model] for segment in schedule.segments]
     base_S, slope_S = (np.array([getattr(price, name) for price in price_S]) for name in ("base", "slope"))
@@ -163,12 +182,13 @@ def _mean_spaced_price(prices: Mapping[str, Price], schedule: Schedule, free: in
 
 
 @lru_cache(256)
-def spaced_sizes(free: int, spacing: Spacing) -> tuple[np.ndarray, np.ndarray]:
-    """The calls of SPACED_PLANS plans of `free` positions: the share masked before each, and how many it writes."""
+def spaced_sizes(kind: bytes, spacing: Spacing) -> tuple[np.ndarray, np.ndarray]:
+    """The calls of SPACED_PLANS plans of a kind of row: the share masked before each, and how many it writes."""
     from relaylm.core.plan import make_plan  # which imports torch
     from relaylm.core.spacing import spaced_events
 
-    events = spaced_events(make_plan(SPACED_PLANS, free), spacing)
+    given = np.where(np.frombuffer(kind, dtype=np.uint8), -1, 0)
+    events = spaced_events(make_plan(SPACED_PLANS, len(kind), given=given), spacing)
     return events.t_E, events.count_E
 
 

@@ -41,6 +41,7 @@ from relaylm.measure.evaluate import (
     texts_of,
 )
 from relaylm.measure.judge import Judge, Scores, features, load_judge, log_perplexity
+from relaylm.measure.likelihood import text_rows
 from relaylm.measure.plan_likelihood import plan_bound
 from relaylm.measure.prices import prices
 from relaylm.measure.rivals import Entry, base_steps, contenders, expected_flops, one_model
@@ -96,7 +97,8 @@ def compare(
         raise UserError(f"a comparison needs at least 2 samples of each schedule, not {n}")
     light, heavy = family.roles(light, heavy)
     given_nL, prompt_texts = given_rows(family, prompts, n, length)
-    length, free_n = int(given_nL.shape[1]), (given_nL < 0).sum(axis=1)
+    length, free_nL = int(given_nL.shape[1]), given_nL < 0
+    text, mauve = (None if rows is None else text_rows(family, rows, 1, family.length) for rows in (text, mauve))
     entries = contenders(family, schedules, steps, given_nL, light, heavy, rivals)
     referee, kept = load_judge(judge, family), open_store(store)
     batch = min(n, batch_size or family.batch_size(n, length))
@@ -110,12 +112,12 @@ def compare(
         human_mD = _features(referee, family, mauve)
     models: Any = family.models
     if progress and cluster is None and all(hasattr(model, "flops") for model in models.values()):
-        flops = n * sum(expected_flops(models, e.schedule, e.steps, free_n, length) for e in entries)
+        flops = n * sum(expected_flops(models, e.schedule, e.steps, free_nL, length) for e in entries)
         work = f"{len(entries)} schedules, {n} samples each"
         announce(family, work, flops, length, batch, "-n and --length make it shorter")
 
     def measured(entry: Entry) -> dict[str, float | None]:
-        return _measured(family, entry, free_n, length, batch) if timing else {}
+        return _measured(family, entry, free_nL, batch) if timing else {}
 
     rows: list[dict[str, Any]] = []
     specs = [(entry.label, SampleSpec(entry.schedule, entry.steps)) for entry in entries]
@@ -193,13 +195,14 @@ def _features(judge: Judge, family: Family, tokens_nL: np.ndarray) -> np.ndarray
     return features(judge, tokens_nL, texts_of(family, tokens_nL))
 
 
-def _measured(family: Family, entry: Entry, free_n: np.ndarray, length: int, batch: int) -> dict[str, float | None]:
+def _measured(family: Family, entry: Entry, free_nL: np.ndarray, batch: int) -> dict[str, float | None]:
     """What the samples of an entry take by the device's table of timings, in expectation over plans."""
     out: dict[str, float | None] = {"milliseconds": None, "joules": None}
+    length = free_nL.shape[1]
     for name, unit in (("milliseconds", "ms"), ("joules", "J")):
         if unit == "ms" or not energy_counter(family.device)[1]:
             known = prices(family, unit, length, entry.steps, models=entry.schedule.models, batch_size=batch)
-            out[name] = len(free_n) * mean_price(known, entry.schedule, entry.steps, free_n)
+            out[name] = len(free_nL) * mean_price(known, entry.schedule, entry.steps, free_nL)
     return out
 
 

@@ -103,6 +103,8 @@ def given_rows(
     """(n, L) token ids, -1 where free, and the prompts' texts by row; row r has prompt r mod their number."""
     if prompts is None:
         return np.tile(lay_out(family, length=length), (n, 1)), None
+    if isinstance(prompts, str):
+        raise UserError("prompts must be a list of texts: write [TEXT] for one")
     if len(prompts) == 0:
         raise UserError("the list of prompts is empty")
     if isinstance(prompts, np.ndarray):

@@ -36,9 +36,9 @@ from relaylm.console import progress_bar, table
 from relaylm.core.noise import uniforms
 from relaylm.core.plan import LINEAR, Alpha, unmask_probability
 from relaylm.core.schedule import Timetable
-from relaylm.errors import UserError
+from relaylm.errors import UserError, checked, whole
 from relaylm.measure import metrics
-from relaylm.measure.likelihood import MaskedSums, masked_sums, spread_rows
+from relaylm.measure.likelihood import MaskedSums, masked_sums, spread_rows, text_rows
 from relaylm.models.family import Family
 from relaylm.sampling.sample import sample
 
@@ -46,6 +46,7 @@ STATES = ("data", "trajectory")
 TWIN = "twin of "
 
 
+@checked
 def importance(
     family: Family,
     text: np.ndarray | None = None,
@@ -74,14 +75,12 @@ def importance(
         raise UserError(f"{states!r} are not states to measure on: choose {' or '.join(STATES)}")
     chosen = _pairs(family, pairs)
     times = _times(timesteps)
-    n = sequences or (500 if family.device.type == "cuda" else 64)
-    if n < 2:
-        raise UserError(f"an importance curve needs at least 2 sequences, not {n}")
+    n = (500 if family.device.type == "cuda" else 64) if sequences is None else whole(sequences, "sequences", 2)
     length = length or family.length
     if length > family.length:
         raise UserError(f"length {length} is more than the family's {family.length}")
     data = states == "data"
-    rows_NL = _text_rows(text, length, n) if data else np.empty((n, 0), dtype=np.int64)
+    rows_NL = _text_rows(family, text, length, n) if data else np.empty((n, 0), dtype=np.int64)
     heavies = dict.fromkeys(heavy for _, heavy in chosen)
     groups = [chosen] if data else [[pair for pair in chosen if pair[1] == heavy] for heavy in heavies]
     grid = steps or length
@@ -263,15 +262,12 @@ def _times(timesteps: int | Sequence[float]) -> list[float]:
     return times
 
 
-def _text_rows(text: np.ndarray | None, length: int, n: int) -> np.ndarray:
+def _text_rows(family: Family, text: np.ndarray | None, length: int, n: int) -> np.ndarray:
     if text is None:
         raise UserError("importance on data needs held-out text: give its tokens, or choose states trajectory")
     tokens = np.asarray(text)
-    if tokens.ndim == 1:
-        return spread_rows(tokens, length, n)
-    if tokens.shape[1] < length:
-        raise UserError(f"the rows of text have {tokens.shape[1]} tokens, less than the length {length}")
-    return tokens[:n, :length].astype(np.int64)
+    rows = spread_rows(tokens, length, n) if tokens.ndim == 1 else tokens
+    return text_rows(family, rows, length, 2**32)[:n, :length].astype(np.int64)
 
 
 def _with_twins(

@@ -45,6 +45,7 @@ from torch import Tensor
 from relaylm.core.noise import uniforms
 from relaylm.core.schedule import Timetable
 from relaylm.errors import UserError, checked
+from relaylm.measure import metrics
 from relaylm.models.family import Family
 from relaylm.models.text import read_text, wrap_marks, wrapped_rows
 from relaylm.sampling.engine import settings
@@ -75,6 +76,17 @@ def spread_rows(tokens_N: np.ndarray | Sequence[int], length: int, rows: int | N
     count = fit if rows is None else max(1, min(rows, fit))
     starts = (np.arange(count) * fit // count) * length
     return np.asarray(tokens_N[starts[:, None] + np.arange(length)]).astype(np.int64)
+
+
+def text_rows(family: Family, text: Any, least: int, most: int) -> np.ndarray:
+    """Rows of a family's token ids, `least` to `most` in a row, as an array; anything else is refused."""
+    rows, size = np.asarray(text), family.vocab_size
+    if rows.ndim != 2 or rows.dtype.kind not in "iu" or not len(rows) or not least <= rows.shape[1] <= most:
+        wanted = f"{least} to {most}" if most < 2**32 else f"at least {least}"
+        raise UserError(f"held-out text must be rows of {wanted} token ids, not {rows.dtype} in shape {rows.shape}")
+    if rows.min() < 0 or rows.max() >= size:
+        raise UserError(f"held-out text must hold token ids from 0 to {size - 1}, not {rows.min()} to {rows.max()}")
+    return rows
 
 
 def mask_counts(n: int, length: int, draws: int, seed: int) -> np.ndarray:
@@ -321,11 +333,7 @@ def _autocast(device: torch.device, precision: str) -> torch.autocast:
 
 
 def _interval(nats_N: np.ndarray, symbols_N: np.ndarray, draws: int) -> Bound:
-    """Total over total (rows may differ in length), and the ratio's standard error."""
-    n, symbols = len(nats_N), int(symbols_N.sum())
-    mean = check_losses(nats_N).sum() / symbols
-    if math.isinf(mean):
-        return Bound(math.inf, -math.inf, math.inf, n, symbols, draws)
-    spread = math.sqrt(((nats_N - mean * symbols_N) ** 2).sum() / (n - 1) * n) / symbols if n > 1 else math.inf
-    bits, margin = mean / math.log(2), 1.96 * spread / math.log(2)
-    return Bound(float(bits), float(bits - margin), float(bits + margin), n, symbols, draws)
+    """Total over total (rows may differ in length), with the interval of a ratio of sums."""
+    found = metrics.ratio_estimate(check_losses(nats_N), symbols_N)
+    bits, low, high = (float(x) / math.log(2) for x in (found.value, found.low, found.high))
+    return Bound(bits, low, high, len(nats_N), int(symbols_N.sum()), draws)

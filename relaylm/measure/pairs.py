@@ -119,7 +119,7 @@ def render(table: PairTable) -> str:
         rows.append([label, *(f"{nats:.4f}" + (f"±{1.96 * error:.4f}" if error else "") for nats, error in cells)])
     what = (
         f"Mutual information of two masked positions in nats, {table.model} on {table.rows} rows of {table.source}; "
-        "with 95% intervals where more than one row had such a pair"
+        "± 1.96 standard errors where more than one row had such a pair"
     )
     width = terminal_width()
     return "\n".join([*wrapped([what], width), "", text_table(head, rows, width, spare=(*head[1::2], *head[2::2]))])

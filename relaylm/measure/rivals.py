@@ -81,9 +81,9 @@ def contenders(
     for label, model in (("heavy", heavy), ("light", light)):
         add(Entry(label if label not in names else model, one_model(model), base, "anchor"))
     if rivals:
-        free_n = (given_nL < 0).sum(axis=1)
+        free_nL = given_nL < 0
         for entry in [entry for entry in entries if entry.kind == "asked" and len(entry.schedule.models) > 1]:
-            for rival in _rivals(family, entry, free_n, given_nL.shape[1], heavy):
+            for rival in _rivals(family, entry, free_nL, heavy):
                 add(rival)
     return entries
 
@@ -93,9 +93,10 @@ def one_model(model: str, spacing: Spacing | None = None) -> Schedule:
     return Schedule((Segment(model, Fraction(1)),), spacing=spacing)
 
 
-def _rivals(family: Family, entry: Entry, free_n: np.ndarray, length: int, heavy: str) -> list[Entry]:
+def _rivals(family: Family, entry: Entry, free_nL: np.ndarray, heavy: str) -> list[Entry]:
     """The equal-compute rivals of a mixed schedule; of one on spaced plans, the heavy model with a smaller spacing."""
     found: list[Entry] = []
+    length = free_nL.shape[1]
     models: Mapping[str, Any] = family.models
     mixed, steps, spacing = entry.schedule, entry.steps, entry.schedule.spacing
 
@@ -103,10 +104,10 @@ def _rivals(family: Family, entry: Entry, free_n: np.ndarray, length: int, heavy
         found.append(Entry(label, schedule, steps, "rival", what, [entry.label]))
 
     def flops(model: str, steps: float | None, spacing: Spacing | None = None) -> float:
-        return expected_flops(models, one_model(model, spacing), steps, free_n, length)
+        return expected_flops(models, one_model(model, spacing), steps, free_nL, length)
 
     if all(hasattr(model, "flops") for model in models.values()):
-        budget = expected_flops(models, mixed, steps, free_n, length) * (1 + SLACK)
+        budget = expected_flops(models, mixed, steps, free_nL, length) * (1 + SLACK)
         if steps is not None:
             # Of the models that this schedule does not use already; those it does use are in the table anyway.
             others = {name: flops(name, steps) for name in family.names if name not in mixed.models}
@@ -135,7 +136,8 @@ def _rivals(family: Family, entry: Entry, free_n: np.ndarray, length: int, heavy
 def expected_flops(
     models: Mapping[str, Any], schedule: Schedule, steps: float | None, free_n: np.ndarray, length: int
 ) -> float:
-    """Mean operations for a row, over all plans; `free_n` are the free positions of the rows there are."""
+    """Mean operations for a row, over all plans; `free_n` are the free positions of the rows there are, as for
+    `mean_price`."""
     return mean_price({name: flops_price(models[name], length) for name in schedule.models}, schedule, steps, free_n)
 
 

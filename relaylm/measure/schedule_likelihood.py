@@ -26,7 +26,8 @@ masked end, a few draws estimate the sum poorly. So only what a smooth curve g l
 
     sum_m W(m) c(m)  ~  sum_m W(m) g(m) + sum_d weight W(m_d) (c_d - g(m_d)),
 
-with g fitted to the rows of the other half, which keeps the estimate unbiased whatever g is.
+with g fitted to the rows of the other half, which keeps the estimate unbiased whatever g is. Of a single row g is
+fitted to the row itself: a small bias, where without g the sum may be several times too large, or nearly 0.
 
 Shapes: N rows, D draws for each, K models, L positions, T steps, M = L + 1 mask counts from 0.
 """
@@ -66,13 +67,14 @@ class BoundTable:
 
     @cached_property
     def smooth_K2M(self) -> np.ndarray:
-        """g for the rows of even and of odd number: a cubic in m fitted to the others, as far as they are finite; 0 if
-        there are none."""
+        """g for the rows of even and of odd number: a cubic in m fitted to the others (to a single row itself), as far
+        as they are finite; 0 if there are none."""
         out = np.zeros((len(self.models), 2, self.length + 1))
-        for half in (0, 1) if len(self.m_ND) > 1 else ():
-            m_other = self.m_ND[1 - half :: 2].ravel()
+        for half in (0, 1):
+            others = slice(1 - half, None, 2) if len(self.m_ND) > 1 else slice(None)
+            m_other = self.m_ND[others].ravel()
             for k, c_ND in enumerate(self.c_KND):
-                c_other = c_ND[1 - half :: 2].ravel()
+                c_other = c_ND[others].ravel()
                 known = np.isfinite(c_other)
                 if not known.any():
                     continue
@@ -183,6 +185,8 @@ def schedule_weights(
     unknown = [name for name in schedule.models if name not in models]
     if unknown:
         raise UserError(f"the schedule asks for model {unknown[0]!r}; the table has {', '.join(models)}")
+    if isinstance(schedule, Schedule) and schedule.spacing is not None:
+        raise UserError(f"a table by mask count does not describe {schedule}: follow its plans (`plan_bound`)")
     out = np.zeros((len(models), length + 1))
     if steps is not None and math.isinf(steps):
         if isinstance(schedule, Timetable):

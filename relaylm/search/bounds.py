@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from relaylm.core.cost import SPACED_PLANS, spaced_sizes
+from relaylm.core.cost import SPACED_PLANS, kinds_of_rows, spaced_sizes
 from relaylm.core.pairs import spacing_loss
 from relaylm.core.schedule import Schedule, Segment, Spacing
 from relaylm.measure.metrics import paired_difference as paired
@@ -130,22 +130,25 @@ def by_the_bound(
 
 def _segment_losses(problem: Problem, table: BoundTable) -> np.ndarray:
     """(S, K): nats a position of a segment under each model above the heavy one, one position at a time."""
-    edges, rows = np.linspace(1, 0, problem.segments + 1), []
-    order = [table.models.index(name) for name in problem.models]
-    for a, b in pairwise(edges.tolist()):
+    order, rows = [table.models.index(name) for name in problem.models], []
+    for a, b in pairwise(_edges(problem)):
         times = np.linspace(a, b, max(2, math.ceil(FINE * problem.length * (a - b)) + 1)).tolist()
         rows.append(step_costs(table, times).sum(axis=1)[order] / table.length)
     loss_SK = np.array(rows)
     return loss_SK - loss_SK[:, -1:]
 
 
+def _edges(problem: Problem) -> list[float]:
+    """The times between segments, each the float that `Schedule.ends` has: calls begin exactly there."""
+    return [k / problem.segments for k in range(problem.segments, -1, -1)]
+
+
 def _segment_prices(problem: Problem, spacing: Spacing) -> np.ndarray:
     """(S, K): the mean price of a segment's calls under each model."""
-    free, rows = np.unique(problem.free_n, return_counts=True)
-    edges = -np.linspace(1, 0, problem.segments + 1)
+    edges = -np.array(_edges(problem))
     out_SK = np.zeros((problem.segments, len(problem.models)))
-    for f, weight in zip(free.tolist(), rows / rows.sum(), strict=True):
-        t_E, count_E = spaced_sizes(f, spacing)
+    for kind, weight in kinds_of_rows(problem.free_n).items():
+        t_E, count_E = spaced_sizes(kind, spacing)
         owner_E = np.searchsorted(edges, -t_E, side="right") - 1
         calls_S, asked_S = (np.bincount(owner_E, w, problem.segments) / SPACED_PLANS for w in (None, count_E))
         for k, price in enumerate(problem.prices[name] for name in problem.models):

@@ -26,7 +26,7 @@ from relaylm.core.schedule import hand_made
 from relaylm.errors import UserError
 from relaylm.measure.metrics import paired_difference as paired
 from relaylm.search.space import SLACK, Choice, Problem, Space
-from relaylm.search.tournament import Candidate, all_heavy, difference, doubt, ranked_rows, rivals_within, unique
+from relaylm.search.tournament import Candidate, all_heavy, difference, doubt, named, ranked_rows, rivals_within, unique
 from relaylm.search.trials import Rows
 from relaylm.search.tune import Tuner, measure_prior
 
@@ -71,9 +71,10 @@ class Evolve:
             self._run(self._screened(born), f"generation {generation} of {GENERATIONS}")
         self._record()
         self.calls = self.problem.trials.spent.to_json()
-        best = [Candidate(self.space.schedule(c), self.space.show(c), "mixed") for c in self.ranked[:FINALISTS]]
-        others = [*rivals_within(self.problem, self.limit), all_heavy(self.problem)]
-        return unique(self.problem, [*best, *others]), self.confirm
+        space, best = self.space, self.ranked[:FINALISTS]
+        found = [one for c in best for one in named(self.problem, space.show(c), space.schedule(c))]
+        found += [*rivals_within(self.problem, self.limit), all_heavy(self.problem)]
+        return unique(self.problem, found), self.confirm
 
     def _run(self, born: Sequence[Choice], what: str) -> None:
         schedules = [self.space.schedule(child) for child in born]

@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Sequence
 from fractions import Fraction
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 
 from relaylm.core import cost
 from relaylm.core.schedule import Schedule, Spacing
-from relaylm.errors import UserError, check_family, meant
+from relaylm.errors import UserError, check_family, meant, whole
 from relaylm.measure import prices as pricing
 from relaylm.measure.estimate import announce, announce_calls
 from relaylm.measure.evaluate import Workers, given_rows
@@ -111,17 +112,20 @@ def search(
     """
     began = time.monotonic()
     check_family(family)
-    for what, number, least in (("n", n, 2), ("confirm", confirm, 2), ("rows", rows, 1), ("segments", segments, 1)):
-        if number is not None and number < least:
-            raise UserError(f"{what} must be at least {least}, not {number}")
+    numbers = {"n": (n, 2), "confirm": (confirm, 2), "rows": (rows, 1), "segments": (segments, 1)}
+    numbers |= {"batch_size": (batch_size, 1), "light_segments": (light_segments, 0)}
+    whole(seed, "seed", 0, 2**64 - 1)
+    for what, (number, least) in numbers.items():
+        if number is not None:
+            whole(number, what, least)
     if cluster is not None and not hasattr(cluster, "map"):
         raise UserError(f"cluster must be an open relaylm.cluster.Cluster, not {cluster!r}")
     _check_question(method, budget, max_loss, light_segments, segments, quick)
     two = light_segments is not None or budget is None
     light, heavy, names = _models(family, method, models, light, heavy, two)
     given_PL, texts = given_rows(family, prompts, 1 if prompts is None else len(prompts), length)
-    free_n, length = (given_PL < 0).sum(axis=1), given_PL.shape[1]
-    if not free_n.all():
+    free_PL, length = given_PL < 0, given_PL.shape[1]
+    if not free_PL.any(axis=1).all():
         raise UserError("nothing is left to write: a prompt takes all positions")
     total = _steps(length if steps is None else steps, segments)
     # Independent of n, so that bits stay the same. A quarter of the usual batch is nearly as fast, and is filled by the
@@ -137,7 +141,7 @@ def search(
     unit = "flops" if budget is None else budgets(budget)[0].unit
     prices = pricing.prices(family, unit, length, total, models=names, batch_size=batch)
     each = _densities(DENSITIES if densities is None else densities)
-    problem = Problem(family, trials, light, heavy, names, total, segments, each, unit, prices, free_n)
+    problem = Problem(family, trials, light, heavy, names, total, segments, each, unit, prices, free_PL)
     if method == "tune":
         problem.pairs = family.pairs
         if problem.pairs is None:
@@ -184,7 +188,7 @@ def _check_question(
 ) -> None:
     if method not in METHODS:
         raise UserError(
-            f"{method!r} is not a method of search{meant(method, METHODS) or ':'} choose {', '.join(METHODS)}"
+            f"{method!r} is not a method of search{meant(str(method), METHODS) or ':'} choose {', '.join(METHODS)}"
         )
     if sum(option is not None for option in (budget, max_loss, light_segments)) > 1:
         raise UserError("say what may be spent in one way: a budget, a max_loss or light_segments")
@@ -218,7 +222,7 @@ def _models(
 
 
 def _steps(steps: float, segments: int) -> int:
-    if math.isinf(steps) or steps != int(steps) or steps < 1:
+    if not isinstance(steps, Real) or not 1 <= steps < math.inf or steps != int(steps):
         raise UserError(f"a search needs a whole number of steps from 1 up, not {steps}")
     if segments > steps:
         raise UserError(f"{int(steps)} steps cannot be cut into {segments} segments: take 1 to {int(steps)}")
@@ -269,7 +273,7 @@ def budgets(budget: str | float | Sequence[float]) -> list[cost.Budget]:
         try:
             start, stop, step = (float(part) for part in budget.split(":"))
             number = math.floor((stop - start) / step + 1e-9) + 1
-        except (ValueError, ZeroDivisionError):
+        except (ValueError, ZeroDivisionError, OverflowError):
             number = 0
         if not (1 <= number <= 1000 and step > 0 and 0 <= start <= stop <= 1):
             raise UserError(f"{budget!r} is not a range of budgets: write START:STOP:STEP, such as 0:1:0.1")
@@ -277,7 +281,7 @@ def budgets(budget: str | float | Sequence[float]) -> list[cost.Budget]:
     if isinstance(budget, str):
         return [cost.parse_budget(budget)]
     shares: list[float] = [budget] if isinstance(budget, int | float) else list(budget)
-    if not shares or not all(0 <= share < 1 for share in shares):
+    if not shares or not all(isinstance(share, Real) and 0 <= share < 1 for share in shares):
         raise UserError(f"a budget is a share to be saved, from 0 to below 1, not {budget}")
     return [cost.Budget(float(share), "flops", share=True) for share in shares]
 

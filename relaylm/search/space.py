@@ -43,7 +43,7 @@ import numpy as np
 from scipy.linalg import cho_factor, cho_solve, cholesky, solve_triangular
 from scipy.optimize import minimize_scalar
 
-from relaylm.core.cost import Price, mean_price
+from relaylm.core.cost import Price, free_counts, mean_price
 from relaylm.core.pairs import PairTable
 from relaylm.core.schedule import Schedule, Segment
 from relaylm.models.family import Family
@@ -174,7 +174,7 @@ class Problem:
     densities: tuple[Fraction, ...]
     unit: str
     prices: dict[str, Price]
-    free_n: np.ndarray
+    free_n: np.ndarray  # how many positions of each row are free, or which (n, L)
     notes: list[str] = field(default_factory=list)
     pairs: PairTable | None = None  # what positions know of each other; without it spaced plans are left out
 
@@ -208,7 +208,7 @@ class Problem:
     def space(self, densities: Sequence[Fraction] | None = None) -> Space:
         """The schedules that may be chosen."""
         chosen = tuple(self.densities if densities is None else densities)
-        return Space(self.models, self.steps, self.segments, chosen, self.prices, self.free_n)
+        return Space(self.models, self.steps, self.segments, chosen, self.prices, free_counts(self.free_n))
 
     def about(self, schedule: Schedule) -> dict[str, Any]:
         """A schedule's name and price, for a result."""

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from relaylm.console import progress_bar
-from relaylm.core.cost import SPACED_PLANS, spaced_sizes
+from relaylm.core.cost import SPACED_PLANS, kinds_of_rows, spaced_sizes
 from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Schedule, Spacing
 from relaylm.errors import UserError
@@ -196,9 +196,10 @@ class Trials:
             rows.append(tuple(codes.setdefault((schedule.spacing, *step), len(codes)) for step in steps))
         share_C = np.array([a - b for _, _, a, b in codes])
         chance_C = sum(w * -np.expm1(f * np.log1p(-np.minimum(share_C, 1 - 1e-15))) for f, w in weight.items())
+        kinds = kinds_of_rows(self.given_PL < 0)
         for c, (spacing, _, a, b) in enumerate(codes):
             if spacing is not None:  # not a chance to be called, but a number of calls
-                each = [(w, spaced_sizes(f, spacing)[0]) for f, w in weight.items() if f]
+                each = [(w, spaced_sizes(kind, spacing)[0]) for kind, w in kinds.items() if kind]
                 chance_C[c] = sum(w * ((t_E <= a) & (t_E > b)).sum() / SPACED_PLANS for w, t_E in each)
         total = 0.0
         previous: tuple[int, ...] = ()

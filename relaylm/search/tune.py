@@ -42,6 +42,7 @@ import numpy as np
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.files import plain, with_infinities
+from relaylm.measure.likelihood import text_rows
 from relaylm.measure.metrics import paired_difference as paired
 from relaylm.measure.schedule_likelihood import BoundTable, measure_table, step_costs
 from relaylm.measure.store import cached
@@ -132,8 +133,7 @@ def measure_prior(tuner: Tuner, text: np.ndarray | None, quick: bool) -> None:
         return
     trials.check_time()
     length = trials.given_PL.shape[1]
-    if text is not None and (text.ndim != 2 or text.shape[1] < length):
-        raise UserError(f"the held-out text must be rows of at least {length} tokens, not an array of {text.shape}")
+    text = None if text is None else text_rows(problem.family, text, length, 2**32)
     tuner.table, rows = _bound_table(tuner, models, text)
     before = 0
     for j, width in enumerate(space.widths):
@@ -412,7 +412,7 @@ class Tune:
         one = len(self.goals) == 1
         final = _race(tuner, self.goals[0]) if one else rungs(tuner, self.ladder)
         n = self.rows.affordable([c.schedule for c in final], self.rows.left)
-        return final, (one and self.confirm) or max(FIRST_ROUND * (1 if one else 2), min(CONFIRM, n))
+        return final, self.confirm or max(FIRST_ROUND * (1 if one else 2), min(CONFIRM, n))
 
     def decide(self, final: Sequence[Candidate], log_Sn: np.ndarray) -> dict[str, Any]:
         """Stage 5."""

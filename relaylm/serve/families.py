@@ -140,12 +140,12 @@ def describe_schedule(family: Family, ask: Ask) -> dict[str, Any]:
 
 
 def _expected_cost(family: Family, request: Request, policy: Schedule, length: int) -> dict[str, Any]:
-    free_n = (np.atleast_2d(request.given) < 0).sum(axis=1)
+    free_nL = np.atleast_2d(request.given) < 0
     steps = None if policy.spacing or policy.steps else request.steps
     names = {*request.names, request.heavy}
 
     def mean(schedule: Schedule, prices: Mapping[str, Price]) -> float:
-        return mean_price(prices, schedule, steps, free_n)
+        return mean_price(prices, schedule, steps, free_nL)
 
     each = {name: Price(0.0) for name in names}
     calls = {name: mean(policy, {**each, name: Price(1.0)}) for name in request.names}
@@ -153,5 +153,5 @@ def _expected_cost(family: Family, request: Request, policy: Schedule, length: i
         return {"calls": calls}
     prices = {name: flops_price(family[name], length) for name in names}
     flops = mean(policy, prices)
-    reference = mean_price(prices, Schedule.parse(request.heavy), length, free_n)  # as `Cost.flops_saved` has it
+    reference = mean_price(prices, Schedule.parse(request.heavy), length, free_nL)  # as `Cost.flops_saved` has it
     return {"calls": calls, "flops": flops, "saved": 1 - flops / reference}

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaylm.core.cost import UNITS, Budget, Cost, Price, call_flops, mean_price, parse_budget
-from relaylm.core.schedule import Schedule
+from relaylm.core.plan import make_plan
+from relaylm.core.schedule import Schedule, Spacing
+from relaylm.core.spacing import spaced_calls
 from relaylm.errors import UserError
 
 
@@ -43,6 +45,28 @@ def test_a_share_at_the_end_of_a_segment_belongs_to_the_next() -> None:
     prices = {"a": Price(10.0, 1.0), "b": Price(1000.0, 3.0)}
     for text, price in (("a:50% b:50%", 5 * 11 + 5 * 1003), ("a:30% b:70%", 3 * 11 + 7 * 1003), ("cells(b a)", 5070)):
         assert mean_price(prices, Schedule.parse(f"{text} spaced:10"), None, np.array([10])) == pytest.approx(price)
+
+
+def test_spaced_plans_are_priced_where_the_free_positions_are() -> None:
+    """Every fourth of 29 positions: with spaced:4 all 8 are in one call, and with spaced:9 those 8 away or more; 8 next
+    to each other take as many calls as 8 alone. Counted with other plans than those of the price."""
+    prices, every = {"a": Price(10.0, 1.0)}, np.zeros(40, dtype=bool)
+    every[3:32:4] = True
+
+    def price(spacing: int, free: np.ndarray) -> float:
+        return mean_price(prices, Schedule.parse(f"a:100% spaced:{spacing}"), None, free)
+
+    assert price(4, every[None]) == 10 + 8
+    plan = make_plan(4000, 40, 1, np.where(every, -1, 0))
+    calls = spaced_calls(plan.u_nL, plan.given_nL < 0, Spacing(9)).max(axis=1)
+    assert price(9, every[None]) == pytest.approx(10 * calls.mean() + 8, rel=0.03)
+    together = np.arange(40) // 8 == 2
+    assert price(5, together[None]) == price(5, np.array([8]))
+    both = np.stack([every, together, together])
+    assert price(5, both) == pytest.approx((price(5, every[None]) + 2 * price(5, np.array([8]))) / 3)
+    assert mean_price(prices, Schedule.parse("a:100%"), 4, both) == mean_price(
+        prices, Schedule.parse("a:100%"), 4, np.array([8])
+    )
 
 
 def test_operations_of_a_call_by_hand() -> None:

@@ -19,11 +19,12 @@ from relaylm.core.cost import mean_price
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
 from relaylm.measure import evaluate as module
-from relaylm.measure.compare import compare, comparisons, render, verdict
+from relaylm.measure.compare import compare, comparisons, relate, render, verdict
 from relaylm.measure.evaluate import row_costs
 from relaylm.measure.judge import features, from_logits, load_judge, score
+from relaylm.measure.metrics import holm
 from relaylm.measure.prices import prices
-from relaylm.measure.rivals import expected_flops, steps_within
+from relaylm.measure.rivals import contenders, expected_flops, steps_within
 from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.models.family import Family
 from relaylm.models.tokenizer import Text8Tokenizer
@@ -84,7 +85,7 @@ def test_paired_differences_are_to_the_first_row(result: dict[str, Any]) -> None
         assert item["reference"] == "sandwich"
         assert item["difference"] == pytest.approx((rows[item["schedule"]] - rows["sandwich"]).mean())
         assert item["ci"][0] <= item["difference"] <= item["ci"][1]
-        assert item["p"] <= item["p_holm"]
+    assert [item["p_holm"] for item in result["paired"]] == holm([item["p"] for item in result["paired"]])
 
 
 def test_gap_paid(result: dict[str, Any]) -> None:
@@ -95,6 +96,40 @@ def test_gap_paid(result: dict[str, Any]) -> None:
         assert rows["sandwich"]["gap_paid"] == pytest.approx((rows["sandwich"]["gen_ppl"] - heavy) / (light - heavy))
     else:
         assert all(row["gap_paid"] is None for row in rows.values())
+
+
+def related(family: Family, mean: dict[str, float], spread: float, steps: int = 16) -> dict[str, dict[str, Any]]:
+    """The rows of a sandwich, the heavy and the light model whose 400 perplexities have these means, each with an error
+    of its own, and whose costs are 3, 4 and 1; the reference costs 8."""
+    entries = contenders(family, ["sandwich"], steps, np.full((1, LENGTH), -1), "4b", "12b", False)
+    noise = np.random.default_rng(0).normal(0, spread, (3, 400))
+    noise -= noise.mean(axis=1, keepdims=True)
+    ppl_Sn = np.array([[mean[entry.label]] for entry in entries]) + noise
+    rows = [{"schedule": e.label, "gen_ppl": mean[e.label], "flops": 2.0 + mean[e.label]} for e in entries]
+    for row, flops in zip(rows, (3.0, 4.0, 1.0), strict=True):
+        row["flops"] = flops
+    relate(rows, np.log(ppl_Sn), family, entries, "4b", "12b", {"flops": 8.0}, LENGTH)
+    return {str(row["schedule"]): row for row in rows}
+
+
+def test_gap_paid_by_hand(family: Family) -> None:
+    """From 10 to 20 the sandwich at 12.5 pays a quarter, give or take 1.6% by the errors of three means. Where the gap
+    may be chance it has no interval, and where light is no worse there is no gap."""
+    clear = related(family, {"sandwich": 12.5, "heavy": 10.0, "light": 20.0}, 5 / math.sqrt(20))
+    assert [clear[name]["gap_paid"] for name in ("sandwich", "heavy", "light")] == pytest.approx([0.25, 0.0, 1.0])
+    low, high = clear["sandwich"]["gap_paid_ci"]
+    assert 0.23 < low + 0.01 < 0.25 < high - 0.01 < 0.28
+    doubtful = related(family, {"sandwich": 12.5, "heavy": 10.0, "light": 10.05}, 2.0)
+    assert doubtful["light"]["gap_paid"] == 1 and doubtful["light"]["gap_paid_ci"] == [None, None]
+    none = related(family, {"sandwich": 12.5, "heavy": 10.0, "light": 9.0}, 0.1)
+    assert all(row["gap_paid"] is None and row["gap_paid_ci"] is None for row in none.values())
+
+
+def test_savings_are_against_as_many_steps_as_positions(family: Family) -> None:
+    mean = {"sandwich": 12.5, "heavy": 10.0, "light": 20.0}
+    full, few = (related(family, mean, 0.1, steps) for steps in (LENGTH, 8))
+    assert full["sandwich"]["flops_saved"] == 1 - 3 / 4  # the row of the heavy model itself
+    assert few["sandwich"]["flops_saved"] == 1 - 3 / 8 and few["heavy"]["flops_saved"] == 1 - 4 / 8
 
 
 def test_savings(result: dict[str, Any]) -> None:
@@ -158,13 +193,16 @@ def test_the_first_line_names_the_winner() -> None:
     def line(shift: float) -> str:
         logs = np.stack([base, base + shift + rng.normal(0, 0.05, 200)])
         rows = [
-            {"schedule": name, "kind": kind, "rival": what, "rival_of": of, "flops": 1e9, "entropy": 3.0}
-            for name, kind, what, of in (("mix", "asked", None, []), ("10b", "rival", "one model", ["mix"]))
+            {"schedule": name, "kind": kind, "rival": what, "rival_of": of, "flops": flops, "entropy": 3.0}
+            for flops, name, kind, what, of in (
+                (2e9, "mix", "asked", None, []),
+                (1e9, "10b", "rival", "one model", ["mix"]),
+            )
         ]
         return verdict({"rows": rows, **comparisons(rows, logs)})
 
     assert line(-0.1).startswith("AN EQUAL-COMPUTE RIVAL WINS against mix. 10b (one model) against mix: -0.1")
-    assert "100.0% of its FLOPs" in line(-0.1)
+    assert "50.0% of its FLOPs" in line(-0.1)
     assert "cannot be told apart" in line(0.0)
     assert line(0.1).startswith("Every equal-compute rival loses")
 
@@ -272,6 +310,23 @@ def test_steps_within_a_budget(family: Family) -> None:
     assert steps_within(float, 0.5, 0) == 0 and steps_within(float, 0.5) is None
 
 
+def test_the_spaced_rival_of_gaps_spends_what_it_may(family: Family) -> None:
+    """Of every second position the schedule makes 4 calls of the light model or the heavy one. The heavy model's spaced
+    plan has the largest distance within that by its own calls, which are fewer than those of positions side by side."""
+    given = np.zeros((1, LENGTH), dtype=np.int64)
+    given[0, ::2] = -1
+    entries = contenders(family, ["L2 H6"], None, given, "4b", "12b", True)
+    (rival,) = (entry.schedule for entry in entries if entry.rival == "heavy, spaced")
+    assert rival.spacing is not None
+    asked = sample(family, entries[0].schedule, 400, given=given[0], seed=1).cost.flops or 0.0
+
+    def flops(distance: int) -> float:
+        spaced = f"12b:100% spaced:{distance}"
+        return sample(family, spaced, 400, given=given[0], seed=1).cost.flops or 0.0
+
+    assert flops(rival.spacing.distance) < 1.02 * asked < 1.04 * flops(rival.spacing.distance + 1)
+
+
 # ------------------------------------------------------------------------------------------------ conditions
 
 
@@ -351,6 +406,25 @@ def test_messages(family: Family) -> None:
     for schedules, n, word in (([], 4, "nothing to compare"), (["heavy"], 1, "at least 2"), (["9b"], 4, "9b")):
         with pytest.raises(UserError, match=word):
             compare(family, schedules, n, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"prompts": "the "}, "a list of texts"),
+        ({"text": np.zeros(64, dtype=int)}, "rows of 1 to 16"),
+        ({"text": np.zeros((2, 17), dtype=int)}, "rows of 1 to 16"),
+        ({"text": np.zeros((2, 16))}, "not float64"),
+        ({"text": np.full((2, 16), -1)}, "from 0 to 27"),
+        ({"mauve": np.full((2, 16), 28)}, "from 0 to 27"),
+    ],
+)
+def test_what_is_no_text_is_refused_before_anything_runs(
+    family: Family, options: dict[str, Any], word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "sample", lambda *_, **__: pytest.fail("work was done"))
+    with pytest.raises(UserError, match=word):
+        compare(family, ["heavy"], 4, bound=True, progress=False, **options)
 
 
 # ------------------------------------------------------------------------------------------------ the store

@@ -126,6 +126,26 @@ def test_a_step_schedule_without_an_end_is_that_of_many_steps() -> None:
     assert abs(found.mean() - many.mean()) <= 4 * math.hypot(found.std(), many.std()) / math.sqrt(2000)
 
 
+def test_plans_of_one_order_differ_where_the_model_depends_on_when() -> None:
+    """Of a pair u and 1 - u one is written by each model, also where there is only one position, and one order."""
+    models = {}
+    for name, p in (("a", 0.9), ("b", 0.5)):
+        models[name] = FromLogits(lambda x, t, p=p: torch.tensor([1 - p, p, 0.0]).log().expand(*x.shape, 3))  # type: ignore[misc]
+        models[name].time_conditioning = False
+    rows, free = np.ones((5, LONG), dtype=int), np.tile(np.arange(LONG) == 2, (5, 1))
+    found = continuation_bound(models, Schedule.parse("a:50% b:50%"), rows, free, MASK, steps=math.inf, calls=8)
+    np.testing.assert_allclose(found.nats_N, -(math.log(0.9) + math.log(0.5)) / 2, rtol=1e-6)
+
+
+def test_about_as_many_calls_are_made_as_were_asked_for() -> None:
+    """A plan of spaced:4 takes about 6 calls, and each of 2 groups at least one plan."""
+    uniform = FromLogits(lambda x, t: torch.zeros(*x.shape, V + 1))
+    rows, free, spaced = np.zeros((20, 40), dtype=int), np.ones((20, 40), dtype=bool), Schedule.parse("a:100% spaced:4")
+    for calls, most in ((2, 14), (24, 28), (96, 112)):
+        found = continuation_bound({"a": uniform}, spaced, rows, free, MASK, calls=calls, groups=2)
+        assert 0.8 * calls < found.calls / 20 < most
+
+
 CHAIN = [1] * 8
 
 

@@ -161,7 +161,7 @@ def test_rows_and_runs_of_text() -> None:
     assert a["sequences"] == 10
     with pytest.raises(UserError, match="held-out text"):
         importance(family(), timesteps=2)
-    with pytest.raises(UserError, match="less than the length"):
+    with pytest.raises(UserError, match="rows of at least 16"):
         importance(family(), rows[:, :8], timesteps=2)
 
 
@@ -174,6 +174,8 @@ def test_rows_and_runs_of_text() -> None:
         ({"pairs": "some"}, "pairs"),
         ({"pairs": [("1b", "9b")]}, "9b"),
         ({"sequences": 1}, "sequences"),
+        ({"sequences": 0}, "sequences"),
+        ({"length": 0}, "length"),
         ({"length": 17}, "length"),
     ],
 )

@@ -114,6 +114,13 @@ def test_ranks_of_infinite_rows() -> None:
     assert metrics.standing(np.full(3, INF)) > metrics.standing(np.array([INF, 9.0, 9.0]))
 
 
+def test_equal_numbers_of_infinite_rows_are_ranked_by_rows_that_are_finite_under_all() -> None:
+    """Each has one infinite row; where both are finite the second is better, and its other row is left out."""
+    rows = np.stack([np.full(40, 3.0), np.full(40, 2.0)])
+    rows[0, 0], rows[1, 0], rows[1, 1] = INF, 1000.0, INF
+    assert [place["rank"] for place in metrics.ranks(rows)] == [2, 1]
+
+
 def test_differences_by_time() -> None:
     x, y = np.array([[INF, INF, 1.0, math.nan]]), np.array([[INF, 2.0, INF, 1.0]])
     assert np.array_equal(importance_difference(x, y), [[math.nan, INF, -INF, math.nan]], equal_nan=True)

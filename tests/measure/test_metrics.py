@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import scipy.optimize
 import scipy.stats
 
 from relaylm.errors import UserError
@@ -31,6 +32,23 @@ def test_intervals_cover_on_skewed_data(n: int, sigma: float) -> None:
         _, low, high = metrics.mean_interval(log_Xn)
         covered[1] += ((low <= 3) & (high >= 3)).sum()
     assert (covered / simulations >= 0.93).all() and (covered / simulations <= 0.97).all(), covered / simulations
+
+
+def test_the_skewed_interval_solves_halls_equation() -> None:
+    """The ends are where Hall's polynomial of T, with the usual sample skewness, is a quantile of Student's t."""
+    x = np.array([1.0, 2.0, 3.0, 4.0, 10.0])
+    n, g, error = len(x), float(scipy.stats.skew(x, bias=False)), float(x.std(ddof=1) / math.sqrt(len(x)))
+
+    def hall(t: float) -> float:
+        return t + g / (3 * math.sqrt(n)) * t**2 + g**2 / (27 * n) * t**3 + g / (6 * math.sqrt(n))
+
+    def inverse(y: float) -> float:
+        return float(scipy.optimize.brentq(lambda t: hall(t) - y, -100, 100))
+
+    mean, low, high = metrics.skewed_mean_interval(x)
+    q = float(scipy.stats.t.ppf(0.975, n - 1))
+    assert (mean, low, high) == pytest.approx((4, 4 - error * inverse(q), 4 - error * inverse(-q)))
+    assert high - mean > 2 * (mean - low)
 
 
 def test_the_ratio_interval_covers() -> None:

@@ -37,6 +37,32 @@ def test_neighbours_share_one_bit_and_others_nothing() -> None:
     assert smallest_spacing(table, L, 0.0) == Spacing(2) and default_spacing(table, L) == Spacing(2)
 
 
+def test_what_is_asked_of_the_network() -> None:
+    """At each share a row is seen with as many masks as that is, at least 2, and again with one of them written, as it
+    is in the text; the time is the share that is masked in the first."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def uniform(tokens: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        seen.append((tokens, t))
+        return torch.zeros(*tokens.shape, 3, dtype=torch.float64)
+
+    text = np.random.default_rng(0).integers(0, 2, (5, L))
+    measure_pairs(FromLogits(uniform), text, MASK, shares=(0.01, 0.5, 1.0), batch_size=5)
+    assert len(seen) == 6
+    for (before, t), (after, t_after), masked in zip(seen[::2], seen[1::2], (2, L // 2, L), strict=True):
+        assert (before == MASK).sum(dim=1).tolist() == [masked] * 5
+        assert (after == MASK).sum(dim=1).tolist() == [masked - 1] * 5
+        for tokens in (before, after):
+            assert ((tokens == MASK) | (tokens == torch.from_numpy(text))).all()
+        assert ((after == MASK) <= (before == MASK)).all()
+        assert t.tolist() == t_after.tolist() == pytest.approx([masked / L] * 5)
+
+
+def test_bins_of_distance() -> None:
+    assert distance_bins(32).tolist() == [*range(1, 9), 9, 10, 12, 14, 16, 19, 22, 26, 30]
+    assert distance_bins(2).tolist() == [1]
+
+
 def test_the_loss_counts_every_pair_of_a_call_once() -> None:
     edges = distance_bins(L)
     rng = np.random.default_rng(1)

@@ -24,6 +24,7 @@ from relaylm.measure.prices import expected_price, flops_price, prices
 from relaylm.models.denoiser import Architecture, Transformer
 from relaylm.models.family import Family
 from relaylm.sampling import denoise as sampler
+from relaylm.sampling.engine import Shape
 from relaylm.sampling.sample import sample
 
 VOCAB, LENGTH = 12, 16
@@ -149,6 +150,15 @@ def test_a_price_is_never_absurd(clock: Clock, place: float) -> None:
     assert price.base >= 0 and price.slope >= 0
     near = timing.time_call(family, "a", steps=16, batch_size=2)
     assert near is not None and price.base + price.slope * near.positions == pytest.approx(near.ms)
+
+
+def test_a_call_for_no_position_costs_no_less_than_nothing(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 1 ms for 2 positions to 10 ms for 4 the line would begin at -8 ms."""
+    points = {16.0: (1.0, 2.0, Shape(1, 8, 8)), 2.0: (10.0, 4.0, Shape(1, 16, 16))}
+    made = {steps: timing.Timing(ms, None, positions, shape) for steps, (ms, positions, shape) in points.items()}
+    monkeypatch.setattr(timing, "time_call", lambda family, name, length, steps, *rest, **options: made[steps])
+    family = Family({"a": Sleeper(clock, 0.001)}, VOCAB - 1, VOCAB, LENGTH)
+    assert prices(family, "ms", steps=16, batch_size=2)["a"] == Price(0.0, 0.5)
 
 
 def test_the_prices_foretell_the_time_of_a_run(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

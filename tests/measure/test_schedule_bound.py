@@ -25,7 +25,7 @@ from relaylm.measure.schedule_likelihood import (
     schedule_weights,
     step_costs,
 )
-from relaylm.models.denoiser import Architecture, Transformer
+from relaylm.models.denoiser import Architecture, FromLogits, Transformer
 
 LENGTH, SYMBOLS = 3, 3
 START = (SYMBOLS,) * LENGTH
@@ -169,6 +169,14 @@ def test_a_few_draws_are_enough_for_lumpy_weights() -> None:
     assert np.std(with_g) < np.std(without) / 3
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_uniform_network_has_the_bits_of_its_vocabulary_whatever_was_drawn(rows: int) -> None:
+    """Of 64 positions in 4 steps few numbers of masked positions count, and 2 draws of each row hardly meet them."""
+    uniform = FromLogits(lambda x, t: torch.zeros(*x.shape, 5, dtype=torch.float64))
+    table = measure_table({"m": uniform}, np.zeros((rows, 64), dtype=int), 4, draws=2)
+    assert schedule_bound(table, Schedule.parse("m:4")).bits == pytest.approx(2)
+
+
 def test_one_model_at_infinity_is_the_usual_bound() -> None:
     """The trainer's bound on a network, on the same text: two unbiased estimates of one number."""
     network = Transformer(Architecture(9, 16, width=16, depth=2, heads=2))
@@ -208,5 +216,7 @@ def test_messages(table) -> None:  # type: ignore[no-untyped-def]
         measure_table({"t": TableDenoiser(1, edges=(1.0, 0.5, 0.0))}, TEXTS, SYMBOLS)
     with pytest.raises(UserError, match="too many sets"):
         measure_table(MODELS, np.zeros((1, 20), dtype=int), SYMBOLS, draws=None)
+    with pytest.raises(UserError, match="follow its plans"):
+        schedule_bound(table, Schedule.parse("a:100% spaced:2"), math.inf)
     with pytest.raises(UserError, match="infinite"):
         schedule_bound(table, Schedule.parse("a:1 b:1").timetable(), math.inf)

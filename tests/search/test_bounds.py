@@ -22,7 +22,7 @@ from relaylm.measure.schedule_likelihood import BoundTable, measure_table, sched
 from relaylm.models.family import Family
 from relaylm.models.folder import save_family
 from relaylm.sampling.sample import sample
-from relaylm.search.bounds import predicted_bound, spaced_mixed
+from relaylm.search.bounds import _segment_prices, predicted_bound, spaced_mixed
 from relaylm.search.search import limits, search
 from relaylm.search.space import SLACK, Problem
 from relaylm.search.tournament import rivals_within
@@ -92,6 +92,20 @@ def test_the_mixture_of_least_predicted_loss_is_found(problem: Problem, bounds: 
     within = [s for s in tried if problem.price(s) <= limit]
     best = min(predicted_bound(problem, bounds, s).nats_N.mean() for s in within)
     assert predicted_bound(problem, bounds, found[0]).nats_N.mean() == pytest.approx(best, abs=0.02)
+
+
+@pytest.mark.parametrize("distance", [1, 3, 19])
+def test_segments_cost_what_their_schedules_cost(problem: Problem, distance: int) -> None:
+    """Of 20 positions in 10 segments many calls begin where a segment ends, and the model may change. (Every second
+    position is free in one of the rows.)"""
+    free_nL = np.zeros((3, 40), dtype=bool)
+    free_nL[0, :20] = free_nL[1, ::2] = free_nL[2, 10:20] = True
+    problem = dataclasses.replace(problem, segments=10, free_n=free_nL)
+    price_SK = _segment_prices(problem, Spacing(distance))
+    for choice in np.random.default_rng(distance).integers(0, 2, (20, 10)):
+        cells = " ".join(problem.models[k] for k in choice)
+        schedule = Schedule.parse(f"cells({cells}) spaced:{distance}")
+        assert price_SK[np.arange(10), choice].sum() == pytest.approx(problem.price(schedule), rel=1e-12)
 
 
 def test_a_prediction_is_the_bound_of_single_positions_and_the_pairs(problem: Problem, bounds: BoundTable) -> None:
@@ -166,3 +180,13 @@ def test_blocks_do_not_price_spaced_plans(family: Family, problem: Problem) -> N
         )  # fmt: skip
         assert not problem_in_blocks.spaced
         problem_in_blocks.price(Schedule.parse("3b:100% spaced:4"))
+
+
+def test_calls_are_foreseen_where_the_free_positions_are(family: Family) -> None:
+    """Every fourth position free: spaced:4 takes one call, and spaced:8 as many as its plans say."""
+    given = np.zeros((1, LENGTH), dtype=np.int64)
+    given[0, ::4] = -1
+    trials = Trials(family, None, given, "3b", seed=5)
+    one, two = (Schedule.parse(f"3b:100% spaced:{distance}") for distance in (4, 8))
+    assert trials.expected_calls([one]) == 1
+    assert trials.expected_calls([two]) == pytest.approx(trials.needed(two, 0, 2000)["3b"] / 2000, rel=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -115,6 +116,24 @@ def test_scores_are_those_of_independent_runs(family: Family) -> None:
     assert 0 < sum(asked.spent.made.values()) < sum(asked.spent.naive.values())
 
 
+def test_a_judge_of_text_is_told_each_rows_own_prompt(family: Family) -> None:
+    """A judge that reads letters scores as one that reads the same ids, to whom the beginnings are given as ids."""
+    beginnings, prompts = np.full((2, LENGTH), -1), ["aaa", "bbbbb"]
+    for row, prompt in zip(beginnings, prompts, strict=True):
+        row[: len(prompt)] = family.tokenizer.encode(prompt)  # type: ignore[union-attr]
+    inner = load_judge(None, family)
+
+    def encode(text: str) -> tuple[list[int], list[int]]:
+        return list(family.tokenizer.encode(text)), list(range(1, len(text) + 1))  # type: ignore[union-attr]
+
+    trials = make_trials(family, given=beginnings)
+    trials.judge, trials.prompts = dataclasses.replace(inner, encode=encode), prompts
+    found = trials.scores(bits("10"), 6, first=1)
+    tokens = trials.sample(bits("10")[0], 1, 6).tokens
+    given = beginnings[np.arange(1, 7) % 2]
+    assert found[0] == pytest.approx(log_perplexity(score(inner, tokens, given_nL=given)), rel=1e-5)
+
+
 def test_expected_calls_count_the_nodes_of_the_prefix_tree(family: Family) -> None:
     """At L = 16 and T = 16 a step is a call with probability 1 - (15/16)^16; placements of 3 in 6 cells of no step
     each share their beginnings, counted here by brute force."""
@@ -160,7 +179,9 @@ def test_nothing_is_computed_twice(family: Family, tmp_path: Path, monkeypatch: 
     two = bits("10", "01")
     found = first.scores(two, 8)
     assert counting.calls == [(2, 0, 4), (2, 4, 4)]
+    naive = first.spent.naive.copy()
     assert (first.scores(two, 8) == found).all() and len(counting.calls) == 2
+    assert first.spent.naive == naive and sum(naive.values()) > 0
     again = make_trials(family, store=Store(tmp_path))
     more = again.scores([*two, *bits("11")], 10)
     assert counting.calls[2:] == [(2, 8, 2), (1, 0, 5), (1, 5, 5)]
@@ -219,6 +240,8 @@ def test_calls_of_a_shared_chunk_are_shared_out(family: Family, tmp_path: Path) 
     third = sum(part.spent.made.values())
     part.scores(schedules, 8)
     whole = sum(part.spent.made.values())
+    (record,) = part.store.records("trials")  # type: ignore[union-attr]
+    assert dict(part.spent.made) == record["calls_made"]
     assert third == pytest.approx(whole / 3, abs=2) and not part.spent.now
 
 
@@ -348,6 +371,18 @@ def test_evolution_finds_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row["kind"] for row in found["confirmed"]} == {"mixed", "rival", "anchor"}
 
 
+def test_one_model_that_evolution_finds_is_a_rival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the steps of the heavy model lose little, and all other ways to save as much lose more."""
+    flat = np.zeros((10, 4))
+    monkeypatch.setattr(evolution, "measure_prior", lambda tuner, *a, **k: setattr(tuner, "prior_SO", flat))
+    harm = {"4b": np.ones_like, "12b": np.zeros_like}
+    problem = oracle_problem(harm=harm, densities=(Fraction(1), Fraction(1, 2)), sd=0.001, rough=1.0)
+    found = run(Evolve(problem, problem.price(problem.alone("12b", 20)), n=8, confirm=16))
+    assert Schedule.parse(found["schedule"]).timetable() == problem.alone("12b", 20).timetable()
+    chosen = next(row for row in found["confirmed"] if row["schedule"] == found["schedule"])
+    assert chosen["kind"] == "rival" and found["verdict"].startswith("AN EQUAL-COMPUTE RIVAL WINS")
+
+
 # ------------------------------------------------------------------------------------------------ budgets and errors
 
 
@@ -379,7 +414,7 @@ def test_budgets() -> None:
         ({"light_segments": 5, "segments": 4}, "take 0 to 4"),
         ({"budget": "10%", "light_segments": 2}, "in one way"),
         ({"segments": 17}, "cannot be cut into 17"),
-        ({"segments": 0}, "at least 1"),
+        ({"segments": 0}, "segments must be a whole number from 1"),
         ({"steps": math.inf}, "whole number of steps"),
         ({"models": ["9b"]}, "9b"),
         ({"densities": ["2"]}, "not a density"),
@@ -394,7 +429,19 @@ def test_budgets() -> None:
         ({"method": "evolve", "budget": "0:1:0.5"}, "several budgets"),
         ({"method": "exhaustive", "models": ["3b"]}, "only model"),
         ({"rows": 3, "segments": 4}, "too few to tune"),
-        ({"n": 1}, "at least 2"),
+        ({"n": 1}, "n must be a whole number from 2"),
+        ({"n": 2.5}, "n must be a whole number"),
+        ({"rows": "3"}, "rows must be a whole number"),
+        ({"batch_size": 0}, "batch_size must be a whole number"),
+        ({"light_segments": 1.5}, "light_segments must be a whole number"),
+        ({"seed": 1.5}, "seed must be a whole number"),
+        ({"steps": "8"}, "whole number of steps"),
+        ({"method": 3}, "tune, exhaustive, evolve"),
+        ({"budget": ["10%", "20%"]}, "share to be saved"),
+        ({"budget": "0:inf:1"}, "START:STOP:STEP"),
+        ({"prompts": "the "}, "a list of texts"),
+        ({"quick": True, "text": np.zeros(64, dtype=int)}, "rows of at least 16"),
+        ({"quick": True, "text": np.full((4, 16), 28)}, "from 0 to 27"),
     ],
 )
 def test_bad_input_is_one_clear_line(family: Family, options: dict[str, Any], words: str) -> None:

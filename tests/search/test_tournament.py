@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -89,14 +90,17 @@ def test_the_first_is_recommended_unless_another_is_better_or_simpler(
 
 def test_a_front_chooses_on_one_half_and_reports_the_other() -> None:
     problem = oracle_problem()
-    heavy, one, two = np.zeros(40), np.repeat([0.1, 0.5], 20), np.repeat([0.3, 0.2], 20)
-    runners = [all_heavy(problem), *candidates(problem)[:2]]
-    noise = 0.01 * np.random.default_rng(1).normal(size=(3, 40))
-    limits = [problem.price(MIXED) * 1.001, problem.price(MIXED) * 1.0005]
-    found = ladder(problem, runners, np.stack([heavy, one, two]) + noise, limits, None)
+    heavy, one, two, single = np.zeros(40), *(np.repeat(halves, 20) for halves in ([0.1, 0.5], [0.3, 0.2], [0.2, 0.4]))
+    mixed, other, fewer, _ = candidates(problem)
+    runners = [all_heavy(problem), mixed, dataclasses.replace(other, what="in another way"), fewer]
+    noise = 0.01 * np.random.default_rng(1).normal(size=(4, 40))
+    limits = [problem.price(FEWER) * 1.001, problem.price(FEWER) * 1.0005]
+    found = ladder(problem, runners, np.stack([heavy, one, two, single]) + noise, limits, None)
     for goal in found["front"]:
         assert goal["schedule"] == str(MIXED) and goal["rows"] == 20
         assert goal["against_heavy"]["difference"] == pytest.approx(0.5, abs=0.02)
+        assert goal["best_rival"]["against"]["difference"] == pytest.approx(0.1, abs=0.02)
+    assert " at 2 of 2 " in found["verdict"] and " at 0 " in found["verdict"]  # chosen, but shown to be worse
 
 
 @pytest.mark.parametrize(("slack", "chosen"), [(1.001, MIXED), (0.999, FEWER)])

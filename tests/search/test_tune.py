@@ -300,6 +300,10 @@ def test_the_prior_is_the_likelihood_bound(family: Family) -> None:
         choice = tuple(rng.integers(0, len(tuner.space.options), 4).tolist())
         bound = schedule_bound(tuner.table, tuner.space.schedule(choice)).nats_N.mean()
         assert tuner.prior_SO[np.arange(4), list(choice)].sum() == pytest.approx((bound - heavy) / 16, abs=1e-9)
+    assert tuner.rows.used == 6 * tune.DRAWS * len(problem.models)  # the table counts against the budget
+    longer = Tuner(problem, problem.space(), Rows(problem.trials))
+    measure_prior(longer, np.tile(text, (1, 2)), quick=False)
+    assert longer.prior_SO == pytest.approx(tuner.prior_SO)  # of longer rows the beginning is taken
 
 
 def test_ablations_go_both_ways() -> None:
@@ -478,6 +482,15 @@ def test_a_front(tmp_path: Path) -> None:
     json.dumps(found, allow_nan=False)
 
 
+@pytest.mark.usefixtures("no_prior")
+@pytest.mark.parametrize(("shares", "max_loss"), [("25%", None), ("0:0.4:0.2", None), (None, 0.05)])
+def test_as_many_fresh_rows_are_taken_as_were_asked_for(shares: str | None, max_loss: float | None) -> None:
+    problem = oracle_problem(harm={"4b": odd, "12b": np.zeros_like})
+    goals = [] if shares is None else limits(problem, shares, None)
+    found = run(Tune(problem, goals, max_loss, total=600, confirm=300))
+    assert {row["rows"] for row in found["confirmed"]} == {300}
+
+
 def _undominated(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         row
@@ -548,6 +561,15 @@ def test_quick_looks_at_the_bound_alone(family: Family) -> None:
     assert again["schedule"] == found["schedule"]  # no judge is needed
     ranged = search(family, budget="0:0.6:0.3", quick=True, text=text, segments=4, progress=False)
     assert [goal["bits"] for goal in ranged["front"]] == sorted(goal["bits"] for goal in ranged["front"])
+
+
+@pytest.mark.parametrize("percent", [1, 100])
+def test_quick_keeps_to_an_allowed_loss_of_the_bound(family: Family, percent: int) -> None:
+    text = np.random.default_rng(0).integers(0, 27, (8, 16))
+    found = search(family, max_loss=f"{percent}%", quick=True, text=text, segments=4, progress=False)
+    kept = [row for row in found["bounds"] if row["against_heavy"]["difference"] <= math.log1p(percent / 100)]
+    assert found["recommendation"]["price"] == min(row["price"] for row in kept)
+    assert found["schedule"] in {row["schedule"] for row in kept} and len(found["bounds"]) > 1
 
 
 def test_one_model_can_be_tuned_too() -> None:

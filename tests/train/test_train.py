@@ -338,14 +338,15 @@ def test_bound_of_uniform_and_of_independent_tokens() -> None:
 def test_the_interval_of_a_bound_is_that_of_a_ratio() -> None:
     """Rows of one symbol throughout have 1 and 3 bits a symbol. By hand: of 4 and 4 symbols the mean is 2 and its
     standard error half the difference; of 4 and 2 it is 10/6, the totals' residuals are 4 - 40/6 and 6 - 20/6, and
-    the error is sqrt(2 (8/3)^2 * 2 / 1) / 6."""
+    the error is sqrt(2 (8/3)^2 * 2 / 1) / 6. Two rows leave one degree of freedom, whose quantile is tan(0.475 pi)."""
     p = torch.tensor([0.5, 0.125, 0.375, 0.7], dtype=torch.float64)
     model, tokens = FromLogits(lambda x, t: p.log().expand(*x.shape, 4)), np.array([[0] * 4, [1] * 4])
+    wide = math.tan(0.475 * math.pi)
     even = bound(model, tokens, mask_id=3)
-    assert (even.bits, even.low, even.high) == pytest.approx((2, 2 - 1.96, 2 + 1.96))
+    assert (even.bits, even.low, even.high) == pytest.approx((2, 2 - wide, 2 + wide))
     causal = FromLogits(lambda x, t: p[:3].log().expand(*x.shape, 3))
     uneven = causal_bound(causal, np.array([[0] * 5, [1] * 5]), real_N=np.array([5, 3]))
-    assert (uneven.bits, uneven.high - uneven.bits) == pytest.approx((10 / 6, 1.96 * 16 / 3 / 6), rel=1e-6)
+    assert (uneven.bits, uneven.high - uneven.bits) == pytest.approx((10 / 6, wide * 16 / 3 / 6), rel=1e-6)
 
 
 def test_bound_is_the_continuous_time_integral() -> None:
