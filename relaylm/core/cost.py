@@ -35,7 +35,7 @@ import numpy as np
 from relaylm.core.schedule import Schedule, Spacing, Timetable, timetable_of
 from relaylm.errors import UserError
 
-SPACED_PLANS = 64  # over which the cost of a spaced schedule is averaged
+SPACED_PLANS, MOST_PLANS = 64, 4096  # over which the cost of a spaced schedule is averaged: of one kind of row, of all
 UNITS = ("flops", "blocks", "ms", "J")
 _SPELLED = {"flop": "flops", "block": "blocks", "j": "J", "joule": "J", "joules": "J"}
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
@@ -128,7 +128,7 @@ def mean_price(
     position whether it is free (n, L). The schedule has models' names in it (no roles); `steps` is T, possibly
     infinite, or None for the schedule's own."""
     if isinstance(schedule, Schedule) and schedule.spacing is not None:
-        return sum(share * _mean_spaced_price(prices, schedule, kind) for kind, share in kinds_of_rows(free_n).items())
+        return _mean_spaced_price(prices, schedule, kinds_of_rows(free_n))
     free, rows = np.unique(free_counts(free_n), return_counts=True)
     if (table := timetable_of(schedule, steps)) is None:
         assert isinstance(schedule, Schedule)
@@ -155,41 +155,50 @@ def free_counts(free_n: np.ndarray) -> np.ndarray:
     return free_n if free_n.ndim == 1 else free_n.sum(axis=1)
 
 
-def kinds_of_rows(free_n: np.ndarray) -> dict[bytes, float]:
-    """Which positions are free, from a row's first free one to its last, a byte for each, 1 if it is; and the share of
-    rows of which that is so. Where only numbers are given, free positions are next to each other."""
+Kinds = tuple[tuple[bytes, float], ...]
+"""Which positions of a row are free, from its first free one to its last, a byte for each, 1 if it is; and the share of
+rows of which that is so."""
+
+
+def kinds_of_rows(free_n: np.ndarray) -> Kinds:
+    """The kinds of rows. Where only numbers of free positions are given, these are next to each other."""
     free_n, found = np.asarray(free_n), Counter[bytes]()
     if free_n.ndim == 1:
         found.update(b"\1" * int(free) for free in free_n)
     else:
         for row, count in Counter(row.tobytes() for row in free_n.astype(np.uint8)).items():
             found[row.strip(b"\0")] += count
-    return {kind: count / len(free_n) for kind, count in sorted(found.items())}
+    return tuple((kind, count / len(free_n)) for kind, count in sorted(found.items()))
 
 
-def _mean_spaced_price(prices: Mapping[str, Price], schedule: Schedule, kind: bytes) -> float:
-    """`mean_price` of a spaced schedule, over 64 plans of a fixed seed: there is no closed form."""
+def _mean_spaced_price(prices: Mapping[str, Price], schedule: Schedule, kinds: Kinds) -> float:
+    """`mean_price` of a spaced schedule, over plans of a fixed seed: there is no closed form."""
     if any(prices[name].every_step for name in schedule.models):
         raise UserError("blocks are counted by step, and a spaced schedule has none: choose flops, ms or J")
     assert schedule.spacing is not None
-    if not kind:
-        return 0.0
-    t_E, count_E = spaced_sizes(kind, schedule.spacing)
+    t_E, count_E, weight_E = spaced_sizes(kinds, schedule.spacing)
     owner_E = np.searchsorted(-np.asarray(schedule.ends), -t_E, side="right")
     price_S = [prices[segment.model] for segment in schedule.segments]
     base_S, slope_S = (np.array([getattr(price, name) for price in price_S]) for name in ("base", "slope"))
-    return float((base_S[owner_E] + slope_S[owner_E] * count_E).sum() / SPACED_PLANS)
+    return float(((base_S[owner_E] + slope_S[owner_E] * count_E) * weight_E).sum())
 
 
 @lru_cache(256)
-def spaced_sizes(kind: bytes, spacing: Spacing) -> tuple[np.ndarray, np.ndarray]:
-    """The calls of SPACED_PLANS plans of a kind of row: the share masked before each, and how many it writes."""
+def spaced_sizes(kinds: Kinds, spacing: Spacing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Calls of plans of these kinds of rows: the share masked before each, how many positions it writes, and how many
+    such calls a row makes on average. Each kind has SPACED_PLANS plans, or where there are many kinds fewer."""
     from relaylm.core.plan import make_plan  # which imports torch
     from relaylm.core.spacing import spaced_events
 
-    given = np.where(np.frombuffer(kind, dtype=np.uint8), -1, 0)
-    events = spaced_events(make_plan(SPACED_PLANS, len(kind), given=given), spacing)
-    return events.t_E, events.count_E
+    plans, parts = min(SPACED_PLANS, max(1, MOST_PLANS // len(kinds))), []
+    for kind, share in kinds:
+        given = np.where(np.frombuffer(kind, dtype=np.uint8), -1, 0)
+        if kind:
+            events = spaced_events(make_plan(plans, len(kind), given=given), spacing)
+            parts.append((events.t_E, events.count_E, np.full(len(events.t_E), share / plans)))
+    empty = np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros(0)
+    t_E, count_E, weight_E = (np.concatenate(each) for each in zip(empty, *parts))
+    return t_E, count_E, weight_E
 
 
 # ------------------------------------------------------------------------------------------------ budgets

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from relaylm.core.cost import SPACED_PLANS, kinds_of_rows, spaced_sizes
+from relaylm.core.cost import kinds_of_rows, spaced_sizes
 from relaylm.core.pairs import spacing_loss
 from relaylm.core.schedule import Schedule, Segment, Spacing
 from relaylm.measure.metrics import paired_difference as paired
@@ -145,12 +145,8 @@ def _edges(problem: Problem) -> list[float]:
 
 def _segment_prices(problem: Problem, spacing: Spacing) -> np.ndarray:
     """(S, K): the mean price of a segment's calls under each model."""
-    edges = -np.array(_edges(problem))
-    out_SK = np.zeros((problem.segments, len(problem.models)))
-    for kind, weight in kinds_of_rows(problem.free_n).items():
-        t_E, count_E = spaced_sizes(kind, spacing)
-        owner_E = np.searchsorted(edges, -t_E, side="right") - 1
-        calls_S, asked_S = (np.bincount(owner_E, w, problem.segments) / SPACED_PLANS for w in (None, count_E))
-        for k, price in enumerate(problem.prices[name] for name in problem.models):
-            out_SK[:, k] += weight * (price.base * calls_S + price.slope * asked_S)
-    return out_SK
+    t_E, count_E, weight_E = spaced_sizes(kinds_of_rows(problem.free_n), spacing)
+    owner_E = np.searchsorted(-np.array(_edges(problem)), -t_E, side="right") - 1
+    calls_S, asked_S = (np.bincount(owner_E, w, problem.segments) for w in (weight_E, weight_E * count_E))
+    price_K = [problem.prices[name] for name in problem.models]
+    return np.stack([price.base * calls_S + price.slope * asked_S for price in price_K], axis=1)

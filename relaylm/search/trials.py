@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from relaylm.console import progress_bar
-from relaylm.core.cost import SPACED_PLANS, kinds_of_rows, spaced_sizes
+from relaylm.core.cost import kinds_of_rows, spaced_sizes
 from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Schedule, Spacing
 from relaylm.errors import UserError
@@ -199,8 +199,8 @@ class Trials:
         kinds = kinds_of_rows(self.given_PL < 0)
         for c, (spacing, _, a, b) in enumerate(codes):
             if spacing is not None:  # not a chance to be called, but a number of calls
-                each = [(w, spaced_sizes(kind, spacing)[0]) for kind, w in kinds.items() if kind]
-                chance_C[c] = sum(w * ((t_E <= a) & (t_E > b)).sum() / SPACED_PLANS for w, t_E in each)
+                t_E, _, weight_E = spaced_sizes(kinds, spacing)
+                chance_C[c] = weight_E[(t_E <= a) & (t_E > b)].sum()
         total = 0.0
         previous: tuple[int, ...] = ()
         for row in sorted(rows):
