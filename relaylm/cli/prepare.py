@@ -32,4 +32,4 @@ def run(args: argparse.Namespace) -> tools.Result:
     same = tools.chosen(args, "tokenizer packing length holdout")
     corpus = prepare(sources, folder, licence=args.license, progress=sys.stderr.isatty(), **same)
     tools.note(f"{folder}: {corpus.train.size:,} tokens to train on, {corpus.heldout.size:,} held out")
-    return {"folder": str(folder), "train": len(corpus.train), "heldout": len(corpus.heldout)}
+    return {"folder": str(folder), "train": corpus.train.size, "heldout": corpus.heldout.size}
