@@ -181,3 +181,28 @@ def test_what_cannot_be_lightened_is_said(corpus: TokenFile, tmp_path: Path) -> 
         _teachable(Family({"a": network(Architecture(30, 16, 16, 1, 2))}, 29, 30, 16), "a", corpus)
     with pytest.raises(UserError, match="no setting 'blocks_'"):
         lighten("wiki-char", corpus.folder, tmp_path, blocks_=3)
+    with pytest.raises(UserError, match="no setting 'width'"):  # of a preset, not of a recipe
+        lighten("wiki-char", corpus.folder, tmp_path, width=64)
+
+
+def test_what_was_chosen_for_one_model_is_not_anothers(corpus: TokenFile, tmp_path: Path) -> None:
+    """Two models of one depth in a family; and what cannot succeed is said before blocks are chosen."""
+    save_family(tmp_path / "two", {"a": network(), "b": network(seed=1)}, corpus.tokenizer, length=16)
+    same: dict[str, Any] = {"rows": 2, "progress": False, "steps": 2, "batch": 4, "eval_rows": 2}
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match="cannot name a model"):
+        lighten(tmp_path / "two", corpus.folder, out, 2, name="a/b", **same)
+    save_family(tmp_path / "long", {"a": network(replace(SHAPE, length=64))}, corpus.tokenizer, length=64)
+    (tmp_path / "a.txt").write_text("some words that come again " * 20)
+    short = prepare(tmp_path / "a.txt", tmp_path / "short", tokenizer="text8", progress=False)
+    with pytest.raises(UserError, match="less than one row of 64"):
+        lighten(tmp_path / "long", short.folder, out, 2, **same)
+    assert not out.exists()
+    lighten(tmp_path / "two", corpus.folder, out, 2, heavy="a", **same)
+    with pytest.raises(UserError, match=r"is of another model \(a\)"):
+        lighten(tmp_path / "two", corpus.folder, out, 2, heavy="b", **same)
+    choice = json.loads((out / "blocks.json").read_text())
+    (out / "blocks.json").write_text(
+        json.dumps({k: choice[k] for k in ("depth", "kept", "left_out", "rows", "length")})
+    )
+    lighten(tmp_path / "two", corpus.folder, out, 2, heavy="a", **same)  # as earlier versions wrote it

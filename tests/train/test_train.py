@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -132,12 +133,18 @@ def test_overrides_and_bad_settings(tmp_path: Path) -> None:
         ({"judge": -1}, "at least 1 block"),
         ({"decay": "fast"}, "constant, cosine, linear"),
         ({"dropout": 1.0}, "below 1"),
+        ({"lr": math.inf}, "lr must be a finite number"),
+        ({"clip": math.nan}, "clip must be a finite number"),
+        ({"weight_decay": math.nan}, "weight_decay must be a finite number"),
+        ({"seed": 2**64 - 1}, "seed must be at most 18446744073709551614"),
+        ({"length": 1}, "at least 2, not 1"),
     ):
         with pytest.raises(UserError, match=message):
             load_preset("wiki-char", **bad)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="there is no preset"):
         load_preset("huge")
-    for content, message in (("[train]\nspeed = 3", "train.speed"), ("[other]", "'other'"), ("x = ", "not valid TOML")):
+    contents = ("[train]\nspeed = 3", "train.speed"), ("[other]", "'other'"), ("x = ", "not valid TOML")
+    for content, message in (*contents, ("train = 3", "'train' that is not a table")):
         (tmp_path / "p.toml").write_text(content)
         with pytest.raises(UserError, match=message):
             load_preset(tmp_path / "p.toml")
@@ -505,6 +512,66 @@ def test_a_changed_recipe_or_corpus_is_named(corpus: TokenFile, tmp_path: Path) 
     assert train_model(corpus, tmp_path / "m", shape(corpus), longer, progress=False, force=True)["steps"] == 14
 
 
+def test_a_longer_run_that_was_killed_at_its_end_is_summed_up_anew(corpus: TokenFile, tmp_path: Path) -> None:
+    train_model(corpus, tmp_path / "m", shape(corpus), TOY, progress=False)
+    old = (tmp_path / "m" / loop.SUMMARY).read_bytes()
+    longer = override(Preset(recipe=TOY), steps=14).recipe
+    made = train_model(corpus, tmp_path / "m", shape(corpus), longer, progress=False, force=True)
+    (tmp_path / "m" / loop.SUMMARY).write_bytes(old)  # a kill between the last checkpoint and the summary
+    again = train_model(corpus, tmp_path / "m", shape(corpus), longer, progress=False)
+    assert (again["steps"], again["tokens"], again["heldout"]) == (14, 14 * 8 * 16, made["heldout"])
+    shorter = train_model(corpus, tmp_path / "m", shape(corpus), TOY, progress=False, force=True)
+    assert shorter["steps"] == 14  # what the network is
+
+
+def test_what_is_held_out_must_hold_a_row(tmp_path: Path) -> None:
+    """Said before training, not after it."""
+    (tmp_path / "a.txt").write_text(TEXT * 3)
+    corpus = prepare(tmp_path / "a.txt", tmp_path / "c", tokenizer="text8", holdout=0.02, progress=False)
+    assert 0 < corpus.heldout.size < 16
+    with pytest.raises(UserError, match="less than one row of 16"):
+        train_model(corpus, tmp_path / "m", shape(corpus), TOY, progress=False)
+    assert not (tmp_path / "m").exists()
+    nothing = prepare(tmp_path / "a.txt", tmp_path / "n", tokenizer="text8", holdout=0, progress=False)
+    assert train_model(nothing, tmp_path / "m", shape(nothing), TOY, progress=False)["heldout"] is None
+
+
+def test_one_held_out_row_has_no_interval(tmp_path: Path) -> None:
+    """A family from it is written all the same, and written again, and its log is JSON."""
+    (tmp_path / "a.txt").write_text(TEXT * 6)
+    corpus = prepare(tmp_path / "a.txt", tmp_path / "c", tokenizer="text8", holdout=0.02, progress=False)
+    assert 16 <= corpus.heldout.size < 32
+    preset = Preset("toy", "text8", "running", 16, 16, 2, (1,), judge=1, recipe=replace(TOY, eval_every=6))
+    for _ in range(2):
+        folder = train_family(corpus.folder, tmp_path / "out", preset, device="cpu", progress=False)
+        held = Family.load(folder).meta["training"]["1b"]["heldout"]
+        assert (held["rows"], held["low"], held["high"]) == (1, "-inf", "inf") and f"{held['bits']:.4f}" in card(folder)
+        folder.rename(tmp_path / f"moved-{_}")
+    for line in (tmp_path / "out" / "models" / "1b" / loop.METRICS).read_text().splitlines():
+        json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def card(folder: Path) -> str:
+    return (folder / "README.md").read_text()
+
+
+def test_what_is_refused_leaves_the_settings_of_the_run_alone(corpus: TokenFile, tmp_path: Path) -> None:
+    """And it is refused before another model of the family is trained."""
+    preset = Preset("toy", "text8", "running", 16, 16, 2, (2,), recipe=TOY)
+    train_family(corpus.folder, tmp_path / "out", preset, device="cpu", progress=False)
+    before = (tmp_path / "out" / "config.json").read_bytes()
+    for changes, message in (
+        ({"lr": 0.5, "depths": (1, 2)}, "2b holds a run that began differently"),
+        ({"micro_batch": 3}, "micro-batch"),
+        ({"names": "a/{}"}, "'a/2' cannot name a model"),
+        ({"length": 5000}, "less than one row of 5000"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train_family(corpus.folder, tmp_path / "out", override(preset, **changes), device="cpu", progress=False)
+    assert (tmp_path / "out" / "config.json").read_bytes() == before
+    assert [path.name for path in (tmp_path / "out" / "models").iterdir()] == ["2b"]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e6])
 def test_a_broken_loss_stops_and_keeps_the_last_good_checkpoint(
     value: float, corpus: TokenFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -652,6 +719,8 @@ def test_the_command(corpus: TokenFile, tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main([*words, "--set", "lr=0.5"]) == 2
     assert "lr was" in capsys.readouterr().err
     assert cli.main([*words, "--set", "lr"]) == 2 and "KEY=VALUE" in capsys.readouterr().err
+    for name in ("name", "pairs", "device", "preset"):  # arguments, but no settings
+        assert cli.main([*words, "--set", f"{name}=cpu"]) == 2 and f"no setting '{name}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
