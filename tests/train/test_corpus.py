@@ -22,7 +22,7 @@ from relaylm.models import text as source_text
 from relaylm.models.family import Family
 from relaylm.models.text import read_text
 from relaylm.models.tokenizer import JsonTokenizer
-from relaylm.train.corpus import TokenFile, prepare
+from relaylm.train.corpus import TokenFile, prepare, token_dtype
 
 
 def words(*extra: str) -> JsonTokenizer:
@@ -52,6 +52,11 @@ def test_running_text_and_its_last_share(tmp_path: Path) -> None:
     facts = made.manifest["splits"]
     assert facts["train"]["characters"] == facts["train"]["tokens"] == cut
     assert made.characters_per_token() == 1.0
+
+
+def test_ids_are_stored_in_the_smallest_integers_that_hold_them() -> None:
+    for size, bits in ((27, 8), (256, 8), (257, 16), (65_536, 16), (65_537, 32)):
+        assert token_dtype(size).itemsize * 8 == bits and size - 1 <= np.iinfo(token_dtype(size)).max
 
 
 def test_text8_fits_in_a_byte(tmp_path: Path) -> None:

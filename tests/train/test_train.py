@@ -34,9 +34,9 @@ from relaylm.train import family as train
 from relaylm.train import run as loop
 from relaylm.train.corpus import TokenFile, prepare
 from relaylm.train.family import train_family
-from relaylm.train.objective import Batches, mask_words, places, shuffled
+from relaylm.train.objective import Batches, _places_of, mask_words, places, shuffled
 from relaylm.train.recipe import Preset, Recipe, ema_decay, load_preset, lr_at, override, presets
-from relaylm.train.report import _verdict
+from relaylm.train.report import _verdict, report
 from relaylm.train.run import train_model
 from relaylm.train.step import Trainer, World, training_flops
 
@@ -284,6 +284,17 @@ def test_gathering_gives_the_same_gradient(corpus: TokenFile) -> None:
     assert not grads[0]["output_layer.linear.bias"][27]  # the mask is never predicted
 
 
+def test_places_hold_the_first_masked_positions() -> None:
+    flags = torch.tensor([True, False, True, True, False, True])
+    roomy, tight = _places_of(flags, 5), _places_of(flags, 3)
+    assert roomy.index_M.tolist() == [0, 2, 3, 5, 4] and roomy.kept_M.tolist() == [True] * 4 + [False]
+    assert roomy.place_N.tolist() == [0, 5, 1, 2, 5, 3] and int(roomy.lost) == 0
+    assert tight.index_M.tolist() == [0, 2, 3] and tight.kept_M.all() and int(tight.lost) == 1
+    assert tight.place_N.tolist() == [0, 3, 1, 2, 3, 3]
+    nothing = _places_of(torch.zeros(4, dtype=torch.bool), 2)
+    assert not nothing.kept_M.any() and int(nothing.lost) == 0
+
+
 def test_too_many_masked_positions_are_noticed(
     corpus: TokenFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,6 +337,84 @@ def test_the_judge_predicts_the_next_token(corpus: TokenFile) -> None:
         assert counts[0] == 8 * 15
         found = causal_bound(trainer.model, tokens.numpy())
         assert found.bits == pytest.approx(float(expected) / math.log(2), rel=1e-5)
+
+
+def test_the_judge_is_scored_on_real_tokens_after_the_first(tmp_path: Path) -> None:
+    from test_corpus import words
+
+    (tmp_path / "a.txt").write_text("g h a b c d e f g h\n" * 4 + "a b c d\n" * 9 + "e f\n" * 9)
+    rule = {"tokenizer": words(), "packing": "pad", "length": 8, "holdout": 0.3}
+    corpus = prepare(tmp_path / "a.txt", tmp_path / "c", progress=False, **rule)  # type: ignore[arg-type]
+    trainer = Trainer(shape(corpus, length=8, causal=True), Recipe(batch=8, dropout=0.0), 0, CPU)
+    trainer.model.double()
+    trainer.model._rotary.clear()
+    with torch.no_grad():
+        trainer.model.output_layer.linear.weight.normal_(generator=torch.Generator().manual_seed(0))
+        (part,) = Batches(corpus, trainer.recipe, 8, 0, True).at(0)
+        log_p = trainer.model.logits(part["tokens"].long(), torch.ones(8)).log_softmax(-1)
+        pairs = [(b, l) for b in range(8) for l in range(1, int(part["real"][b]))]
+        expected = -sum(float(log_p[b, l - 1, int(part["tokens"][b, l])]) for b, l in pairs) / len(pairs)
+        loss, counts = trainer.objective(**part)
+    assert float(loss) == pytest.approx(expected, rel=1e-6) and int(counts[0]) == len(pairs) < 8 * 7
+
+
+def test_an_update_is_adamws_on_the_clipped_gradient(corpus: TokenFile) -> None:
+    """By its formula: two steps of a warm-up, in two micro-batches each."""
+    numbers = {"lr": 0.05, "beta1": 0.8, "beta2": 0.7, "eps": 0.01, "weight_decay": 0.3, "clip": 0.1, "warmup": 4}
+    recipe = Recipe(batch=8, micro_batch=4, dropout=0.0, **numbers)  # type: ignore[arg-type]
+    trainer, twin = (Trainer(shape(corpus), recipe, 1, CPU) for _ in range(2))
+    names = [*twin.params]
+    mean, square = ({name: torch.zeros_like(twin.params[name]) for name in names} for _ in range(2))
+    for step in range(2):
+        parts = Batches(corpus, recipe, 16, 1, False).at(step)
+        norm = float(trainer.step(parts)[1])
+        grads = torch.autograd.grad(sum(twin.objective(**part)[0] for part in parts), [*twin.params.values()])
+        whole = float(torch.stack([grad.square().sum() for grad in grads]).sum().sqrt())
+        assert norm == pytest.approx(whole, rel=1e-5) and whole > 0.1  # what is reported is before clipping
+        for name, grad in zip(names, grads):
+            weight, grad, rate = twin.params[name].data, grad * 0.1 / (whole + 1e-6), 0.05 * (step + 1) / 4
+            mean[name] = 0.8 * mean[name] + 0.2 * grad
+            square[name] = 0.7 * square[name] + 0.3 * grad**2
+            first, second = mean[name] / (1 - 0.8 ** (step + 1)), square[name] / (1 - 0.7 ** (step + 1))
+            weight.copy_(weight - rate * (0.3 * weight + first / (second.sqrt() + 0.01)))
+            torch.testing.assert_close(trainer.params[name].detach(), weight, rtol=1e-4, atol=1e-6)
+
+
+def test_fresh_matrices_have_the_width_that_is_asked_for(corpus: TokenFile) -> None:
+    for init, expected in ((0.0, 1 / math.sqrt(3 * 64)), (0.05, 0.05)):
+        recipe = override(Preset(recipe=TOY), init=init).recipe
+        trainer = Trainer(shape(corpus, width=64), recipe, 0, CPU)
+        assert float(trainer.params["blocks.0.attn_qkv.weight"].detach().std()) == pytest.approx(expected, rel=0.05)
+        assert not trainer.params["output_layer.linear.weight"].any() and trainer.params["blocks.0.norm1.weight"].all()
+
+
+def test_dropout_is_drawn_anew_for_every_step_process_and_micro_batch(corpus: TokenFile) -> None:
+    seeds = set()
+    for seed, rank in itertools.product((0, 1), (0, 1)):
+        trainer = Trainer(shape(corpus), TOY, seed, World(torch.device("cpu"), rank))
+        for step, turn in itertools.product((1, 2), (0, 1)):
+            trainer.step_count = step
+            seeds.add(trainer._dropout_seed(turn))
+    assert len(seeds) == 16
+    losses = []
+    for number in (1, 2, 1):  # the same weights and batch: what differs is dropout, and it is repeated exactly
+        trainer = Trainer(shape(corpus), override(Preset(recipe=TOY), dropout=0.5).recipe, 0, CPU)
+        trainer.model.output_layer.linear.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+        torch.manual_seed(number)  # must not matter
+        trainer.step_count = 3 + number // 2
+        losses.append(float(trainer.step(Batches(corpus, TOY, 16, 0, False).at(0))[0]))
+    assert losses[0] == losses[2] != losses[1]
+
+
+def test_the_average_takes_the_weights_place_for_a_while(corpus: TokenFile) -> None:
+    trainer = Trainer(shape(corpus), TOY, 0, CPU)
+    for step in range(3):
+        trainer.step(Batches(corpus, TOY, 16, 0, False).at(step))
+    before = {name: value.detach().clone() for name, value in trainer.params.items()}
+    with pytest.raises(ZeroDivisionError), trainer.averaged() as model:  # also where an evaluation fails
+        assert not model.training and same(dict(model.named_parameters()), trainer.ema)
+        raise ZeroDivisionError
+    assert trainer.model.training and same(dict(trainer.params), before) and not same(before, trainer.ema)
 
 
 # ------------------------------------------------------------------------------------------------- bound
@@ -595,6 +684,28 @@ def test_a_broken_loss_stops_and_keeps_the_last_good_checkpoint(
     assert all(bool(torch.isfinite(tensor).all()) for tensor in found[0].values())
 
 
+@pytest.mark.parametrize(("late", "stops"), [(0.2, False), (0.8, True)])
+def test_divergence_is_against_the_usual_loss_after_the_warm_up(
+    late: float, stops: bool, corpus: TokenFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The usual loss is 0.1 here, far below log V; losses of a thousand during the warm-up do not count."""
+    recipe = override(Preset(recipe=TOY), steps=220, warmup=40, log_every=20, checkpoint_every=200).recipe
+    original = Trainer.step
+
+    def step(self: Trainer, parts: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        result = original(self, parts)
+        result[0] = 1000.0 if self.step_count <= 40 else 0.1 if self.step_count <= 200 else late
+        return result
+
+    monkeypatch.setattr(Trainer, "step", step)
+    if stops:
+        with pytest.raises(UserError, match="diverges at step 220"):
+            train_model(corpus, tmp_path / "m", shape(corpus, depth=1, width=8, heads=1), recipe, progress=False)
+    else:
+        summary = train_model(corpus, tmp_path / "m", shape(corpus, depth=1, width=8, heads=1), recipe, progress=False)
+        assert summary["train_loss"] == pytest.approx((160 * 0.1 + 20 * late) / 180)
+
+
 def test_a_real_divergence_stops(corpus: TokenFile, tmp_path: Path) -> None:
     recipe = override(Preset(recipe=TOY), steps=60, lr=3.0, clip=0.0, checkpoint_every=50).recipe
     with pytest.raises(UserError, match="lower the learning rate"):
@@ -721,6 +832,26 @@ def test_the_command(corpus: TokenFile, tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main([*words, "--set", "lr"]) == 2 and "KEY=VALUE" in capsys.readouterr().err
     for name in ("name", "pairs", "device", "preset"):  # arguments, but no settings
         assert cli.main([*words, "--set", f"{name}=cpu"]) == 2 and f"no setting '{name}'" in capsys.readouterr().err
+
+
+def test_the_report_is_of_the_heavy_models_numbers(corpus: TokenFile, tmp_path: Path) -> None:
+    preset = Preset("toy", "text8", "running", 16, 16, 2, (1, 2), recipe=TOY)
+    folder = train_family(corpus.folder, tmp_path / "out", preset, device="cpu", progress=False)
+    found, summary = report(folder, corpus, "cpu"), json.loads((tmp_path / "out/models/2b" / loop.SUMMARY).read_text())
+    assert found["passes"] == pytest.approx(12 * 8 * 16 / corpus.train.size)
+    assert found["train_bits"] == pytest.approx(summary["train_loss"] / math.log(2))
+    assert found["heldout_bits"] == summary["heldout"]["bits"]
+    assert summary["bits_per_character"] == pytest.approx(
+        found["heldout_bits"] * len(corpus.heldout) / characters(corpus)
+    )
+    assert (summary["heldout"]["rows"], summary["heldout"]["draws"]) == (4 * TOY.eval_rows, 4)
+    cut = [text.split()[1:-1] for text in found["samples"]]
+    known = sum(word in TEXT.split() for words in cut for word in words)
+    assert found["words"] == known / max(1, sum(map(len, cut)))
+
+
+def characters(corpus: TokenFile) -> int:
+    return int(corpus.manifest["splits"]["heldout"]["characters"])
 
 
 @pytest.mark.parametrize(
