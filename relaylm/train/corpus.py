@@ -354,12 +354,16 @@ class TokenFile:
         files = {n: f for split in SPLITS for n, f in self.manifest["splits"][split]["files"].items()}
         return {name: facts["sha256"] for name, facts in files.items()}
 
+    def tokens(self, split: str) -> int:
+        """How many tokens a part has, marks between texts included, padding not."""
+        real = self.train_real if split == "train" else self.heldout_real
+        return int(self.manifest["splits"][split]["tokens"] if real is None else real.sum())
+
     def characters_per_token(self) -> float:
         """Characters of the held-out source text for each of its tokens: those that were dropped count, padding does
         not."""
         facts = self.manifest["splits"]["heldout"]
-        kept = facts["tokens"] if self.heldout_real is None else int(self.heldout_real.sum())
-        return float(facts["characters"] / max(1, kept + facts["dropped_tokens"]))
+        return float(facts["characters"] / max(1, self.tokens("heldout") + facts["dropped_tokens"]))
 
     def check_length(self, length: int) -> None:
         """Refuse a length of rows that the training text, or what is held out to measure it, does not have."""

@@ -67,6 +67,8 @@ def train_family(
     command, title = command or f"relaylm train --preset {chosen.name}", name or chosen.name
     for depth in chosen.depths:
         check_name(chosen.model_name(depth))
+        if chosen.model_name(depth).endswith(TWIN):
+            raise UserError(f"names must not end with {TWIN}, which marks the second model of a depth")
     with world(device) as where:
         for key, (_, _, seed) in jobs.items():  # all of them, before the first is trained
             check_run(corpus, out / "models" / key, shapes[key], recipe, seed, where, force)
@@ -204,8 +206,8 @@ def model_card(name: str, preset: Preset, corpus: TokenFile, summaries: dict[str
         vocabulary=corpus.vocab_size,
         timed="with" if preset.time_conditioning else "without",
         sources=", ".join(source["name"] for source in manifest["request"]["sources"]),
-        train=manifest["splits"]["train"]["tokens"],
-        heldout=manifest["splits"]["heldout"]["tokens"],
+        train=corpus.tokens("train"),
+        heldout=corpus.tokens("heldout"),
         licence=manifest["licence"] or "not stated",
         command=command,
         unit={"text8": "character", "bytes": "byte"}.get(manifest["tokenizer"]["type"], "token"),

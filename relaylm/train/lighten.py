@@ -25,7 +25,7 @@ import torch.distributed as dist
 from relaylm.console import progress_bar
 from relaylm.core.noise import uniforms
 from relaylm.errors import UserError
-from relaylm.files import read_json, write_json
+from relaylm.files import expand, read_json, write_json
 from relaylm.measure.estimate import announce_calls
 from relaylm.measure.likelihood import masked_sums, spread_rows
 from relaylm.models.denoiser import Transformer, build
@@ -96,7 +96,7 @@ def lighten(
     that folder. `rows` of the corpus choose the blocks; `overrides` are fields of `Recipe`. Run again to resume."""
     check_settings(overrides, RECIPE_SETTINGS)
     recipe = override(Preset(recipe=RECIPE), **overrides).recipe
-    corpus, out = TokenFile.load(corpus_folder), Path(out_folder).expanduser()
+    corpus, out = TokenFile.load(corpus_folder), expand(out_folder)
     with world(device) as where:
         family = Family.load(source, device=where.device, dtype="float32")
         heavy, name = family.roles(None, heavy)[1], name or f"light{blocks}"

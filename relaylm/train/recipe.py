@@ -39,6 +39,7 @@ class Recipe:
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
+    """AdamW's, of all that it updates, norms and biases too; matrices that muon has do not decay."""
     clip: float = 1.0
     """Largest norm of the gradient; 0: no clipping."""
     warmup: int = 2500

@@ -214,10 +214,11 @@ def test_characters_of_a_token_leave_padding_out_and_count_what_was_cut(tmp_path
     made = prepare(source, tmp_path / "c", tokenizer=words(), packing="pad", length=6, holdout=0.22, progress=False)
     assert made.heldout_real is not None and made.heldout_real.tolist() == [5, 6]
     assert made.characters_per_token() == 16 / (5 + 6 + 2)
+    assert (made.tokens("train"), made.tokens("heldout")) == (8 * 6, 11)
     source = put(tmp_path / "b.txt", "a b\n\n" * 40 + "a a a a a a a")
     made = prepare(source, tmp_path / "d", tokenizer=words(), packing="wrap", length=5, holdout=0.1, progress=False)
     assert made.heldout.tolist() == [[BOS, 0, 0, 0, EOS]] * 2  # seven words and </s>: two are left over
-    assert made.characters_per_token() == 13 / (10 + 2)
+    assert made.characters_per_token() == 13 / (10 + 2) and made.tokens("heldout") == 10
 
 
 def test_the_command_counts_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

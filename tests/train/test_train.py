@@ -36,7 +36,7 @@ from relaylm.train.corpus import TokenFile, prepare
 from relaylm.train.family import train_family
 from relaylm.train.objective import Batches, _places_of, mask_words, places, shuffled
 from relaylm.train.recipe import Preset, Recipe, ema_decay, load_preset, lr_at, override, presets
-from relaylm.train.report import _verdict, report
+from relaylm.train.report import _verdict, measured_pairs, report
 from relaylm.train.run import train_model
 from relaylm.train.step import Trainer, World, training_flops
 
@@ -321,6 +321,8 @@ def test_padding_is_not_scored(tmp_path: Path) -> None:
         assert float(trainer.objective(**part)[0]) == pytest.approx(straight(trainer, part), rel=1e-6)
     summary = train_model(corpus, tmp_path / "m", shape(corpus, length=8), TOY, progress=False)
     assert summary["heldout"]["symbols"] < 8 * summary["heldout"]["rows"]
+    per_token = corpus.characters_per_token()
+    assert per_token < 0.9 and summary["bits_per_character"] == pytest.approx(summary["heldout"]["bits"] / per_token)
 
 
 def test_the_judge_predicts_the_next_token(corpus: TokenFile) -> None:
@@ -546,6 +548,7 @@ def test_training_learns(corpus: TokenFile, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / loop.METRICS).read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses[-1] < losses[0] - 0.8
+    assert rows[0]["bits"] == pytest.approx(rows[0]["loss"] / math.log(2))
     assert summary["heldout"]["bits"] < 3.4  # 27 symbols are 4.75 bits, single letters of this text 3.6
     assert any("heldout_bits" in row for row in rows)
     assert rows[-1]["tokens"] == 150 * 8 * 16 and {"tokens_per_s", "masked_per_s", "mfu", "lr"} <= rows[0].keys()
@@ -556,7 +559,8 @@ def test_training_learns(corpus: TokenFile, tmp_path: Path) -> None:
 def test_interrupted_and_resumed_is_uninterrupted(
     corpus: TokenFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train_model(corpus, tmp_path / "whole", shape(corpus), TOY, progress=False)
+    falling = override(Preset(recipe=TOY), decay="linear").recipe
+    train_model(corpus, tmp_path / "whole", shape(corpus), falling, progress=False)
     original = Trainer.step
 
     def interrupted(self: Trainer, parts: list[dict[str, torch.Tensor]]) -> torch.Tensor:
@@ -568,19 +572,24 @@ def test_interrupted_and_resumed_is_uninterrupted(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            train_model(corpus, tmp_path / "parts", shape(corpus), TOY, progress=False)
+            train_model(corpus, tmp_path / "parts", shape(corpus), falling, progress=False)
     found = checkpoint.load(tmp_path / "parts" / loop.CHECKPOINT)
     assert found is not None and found[1]["step"] == 7
-    train_model(corpus, tmp_path / "parts", shape(corpus), TOY, progress=False)
+    summary = train_model(corpus, tmp_path / "parts", shape(corpus), falling, progress=False)
     assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    parts = [part for step in range(12) for part in Batches(corpus, falling, 16, 0, False).at(step)]
+    masked = [mask_words(0, part["sample"], 16) < part["threshold"][:, None] for part in parts]
+    assert summary["masked"] == sum(int(each.sum()) for each in masked)
 
     def lines(name: str) -> list[tuple[int, float]]:
         return [(row["step"], row["tokens"]) for row in map(json.loads, open(tmp_path / name / loop.METRICS))]
 
-    assert sorted(set(lines("parts")) - {(7, 7 * 128)}) == lines("whole")
+    assert sorted(lines("parts")) == sorted([*lines("whole"), (7, 7 * 128)])
+    rows = [json.loads(line) for line in (tmp_path / "parts" / loop.METRICS).read_text().splitlines()]
+    assert [row["lr"] for row in rows if row["step"] == 7] == [lr_at(falling, 6)] != [lr_at(falling, 7)]
     # A finished run is not trained again.
     before = (tmp_path / "parts" / loop.CHECKPOINT).stat().st_mtime_ns
-    train_model(corpus, tmp_path / "parts", shape(corpus), TOY, progress=False)
+    train_model(corpus, tmp_path / "parts", shape(corpus), falling, progress=False)
     assert (tmp_path / "parts" / loop.CHECKPOINT).stat().st_mtime_ns == before
 
 
@@ -599,6 +608,14 @@ def test_a_changed_recipe_or_corpus_is_named(corpus: TokenFile, tmp_path: Path) 
     with pytest.raises(UserError, match=r"steps was 12, is 14"):
         train_model(corpus, tmp_path / "m", shape(corpus), longer, progress=False)
     assert train_model(corpus, tmp_path / "m", shape(corpus), longer, progress=False, force=True)["steps"] == 14
+
+
+def test_what_leaves_the_weights_alone_may_change(corpus: TokenFile, tmp_path: Path) -> None:
+    summary = train_model(corpus, tmp_path / "m", shape(corpus), TOY, progress=False)
+    changed = {"micro_batch": 4, "compile": "off", "attention": "flash", "shard": True, "stages": (3,), "log_every": 7}
+    changed |= {"eval_every": 5, "eval_rows": 2, "sample_every": 9, "checkpoint_every": 2}
+    recipe = override(Preset(recipe=TOY), **changed).recipe
+    assert train_model(corpus, tmp_path / "m", shape(corpus), recipe, progress=False) == summary
 
 
 def test_a_longer_run_that_was_killed_at_its_end_is_summed_up_anew(corpus: TokenFile, tmp_path: Path) -> None:
@@ -653,6 +670,7 @@ def test_what_is_refused_leaves_the_settings_of_the_run_alone(corpus: TokenFile,
         ({"lr": 0.5, "depths": (1, 2)}, "2b holds a run that began differently"),
         ({"micro_batch": 3}, "micro-batch"),
         ({"names": "a/{}"}, "'a/2' cannot name a model"),
+        ({"names": "{}-twin"}, "must not end with -twin"),
         ({"length": 5000}, "less than one row of 5000"),
     ):
         with pytest.raises(UserError, match=message):
@@ -733,6 +751,7 @@ def test_a_family_from_text(corpus: TokenFile, tmp_path: Path) -> None:
     assert not torch.equal(first["weights/vocab_embed.embedding"], twin["weights/vocab_embed.embedding"])
     held = corpus.tokenizer.decode(corpus.heldout)
     assert family.heldout is not None and held and family.heldout.read_text() == held
+    assert train.heldout_text(corpus, 20) == held[-20:]
     # Again: nothing is retrained, and another depth is added to what is there.
     grown = override(preset, depths=(1, 2, 3))
     stamp = (tmp_path / "out" / "models" / "2b" / loop.CHECKPOINT).stat().st_mtime_ns
@@ -862,6 +881,22 @@ def test_the_verdict_follows_the_numbers(held: float, trained: float, words: flo
     numbers = {"heldout_bits": held, "train_bits": trained, "words": words, "passes": 12.0}
     assert _verdict(numbers).startswith(said)
     assert "--holdout" in _verdict({"words": 1.0, "passes": 1.0})
+
+
+def test_the_table_of_pairs_is_that_of_the_model(corpus: TokenFile, tmp_path: Path) -> None:
+    """Kept for a run that is as it was, measured anew after another."""
+    model = Trainer(shape(corpus), TOY, 0, CPU).model.eval().requires_grad_(False)
+    for summary, anew in (({"label": "a"}, True), ({"label": "a"}, False), ({"label": "a", "steps": 2}, True)):
+        measured_pairs(tmp_path, model, corpus, summary, CPU.device, False)
+        found = json.loads((tmp_path / "pairs.json").read_text())
+        assert found["summary"] == summary and ("mine" not in found) == anew
+        (tmp_path / "pairs.json").write_text(json.dumps({**found, "mine": 1}))
+
+
+def test_bits_on_the_training_text_are_not_known_in_the_warm_up(corpus: TokenFile, tmp_path: Path) -> None:
+    preset = Preset("toy", "text8", "running", 16, 16, 2, (1,), recipe=replace(TOY, warmup=12))
+    found = report(train_family(corpus.folder, tmp_path / "o", preset, device="cpu", progress=False), corpus, "cpu")
+    assert found["train_bits"] is None and found["heldout_bits"] > 3 and found["verdict"].startswith("needs more")
 
 
 # ------------------------------------------------------------------------------------------- many processes
