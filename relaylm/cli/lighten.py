@@ -5,7 +5,7 @@ import os
 
 from relaylm.cli import tools
 from relaylm.cli.options import add_shared, positive
-from relaylm.cli.train import setting
+from relaylm.cli.train import settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,10 +26,11 @@ def run(args: argparse.Namespace) -> tools.Result:
     """Choose blocks, distil, and say where the family is."""
     from relaylm.models.family import Family
     from relaylm.train.lighten import lighten
+    from relaylm.train.recipe import RECIPE_SETTINGS
 
     out = args.out or f"light{args.blocks}"
     same = tools.chosen(args, "blocks heavy name rows device force")
-    folder = lighten(args.family, args.corpus, out, **same, **dict(map(setting, args.set)))
+    folder = lighten(args.family, args.corpus, out, **same, **settings(args.set, RECIPE_SETTINGS))
     about = Family.load(folder).meta["lightened"]
     if os.environ.get("RANK", "0") == "0":  # one of the processes of torchrun
         held = about["summary"]["heldout"]

@@ -31,5 +31,6 @@ def run(args: argparse.Namespace) -> tools.Result:
         raise UserError("--length goes with --packing wrap or pad: running text is cut into rows when it is trained on")
     same = tools.chosen(args, "tokenizer packing length holdout")
     corpus = prepare(sources, folder, licence=args.license, progress=sys.stderr.isatty(), **same)
-    tools.note(f"{folder}: {corpus.train.size:,} tokens to train on, {corpus.heldout.size:,} held out")
-    return {"folder": str(folder), "train": len(corpus.train), "heldout": len(corpus.heldout)}
+    train, heldout = map(corpus.tokens, ("train", "heldout"))
+    tools.note(f"{folder}: {train:,} tokens to train on, {heldout:,} held out")
+    return {"folder": str(folder), "train": train, "heldout": heldout}

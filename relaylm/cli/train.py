@@ -32,10 +32,11 @@ def run(args: argparse.Namespace) -> tools.Result:
     from relaylm.models.family import Family
     from relaylm.train.corpus import TokenFile
     from relaylm.train.family import train_family
+    from relaylm.train.recipe import SETTINGS
     from relaylm.train.report import render, report
 
     overrides = {key: value for key, value in tools.chosen(args, "depths twin judge").items() if value is not None}
-    overrides |= dict(map(setting, args.set))
+    overrides |= settings(args.set, SETTINGS)
     command = "relaylm " + " ".join(sys.argv[1:])
     same = {**tools.chosen(args, "device name force"), "pairs": not args.no_pairs}
     folder = train_family(args.corpus, args.out, args.preset, progress=True, command=command, **same, **overrides)
@@ -49,12 +50,18 @@ def run(args: argparse.Namespace) -> tools.Result:
     return tools.with_provenance(result, family, args)
 
 
-def setting(text: str) -> tuple[str, Any]:
-    """KEY=VALUE, the value in TOML's notation; a bare word is a string."""
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise UserError(f"--set takes KEY=VALUE, not {text!r}")
-    try:
-        return key, tomllib.loads(f"x = {value}")["x"]
-    except tomllib.TOMLDecodeError:
-        return key, value
+def settings(texts: list[str], known: frozenset[str]) -> dict[str, Any]:
+    """What --set changes, by name: KEY=VALUE, the value in TOML's notation; a bare word is a string."""
+    from relaylm.train.recipe import check_settings
+
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"--set takes KEY=VALUE, not {text!r}")
+        check_settings([key], known)
+        try:
+            found[key] = tomllib.loads(f"x = {value}")["x"]
+        except tomllib.TOMLDecodeError:
+            found[key] = value
+    return found

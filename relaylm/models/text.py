@@ -58,7 +58,7 @@ class Source:
         """The file as text, decompressed if need be."""
         assert self.path is not None
         opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(self.path.suffix.lower(), open)
-        return opener(self.path, "rt", encoding="utf-8")
+        return opener(self.path, "rt", encoding="utf-8-sig")  # some editors begin a file with a mark of its encoding
 
     def fingerprint(self) -> dict[str, Any]:
         """What a corpus remembers of its source."""
@@ -74,7 +74,7 @@ class Source:
                     continue
                 try:
                     text = json.loads(line)["text"]
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     text = None
                 if not isinstance(text, str):
                     raise UserError(f"line {number} of {self.name} is not a JSON object with the key 'text'")
@@ -119,7 +119,8 @@ def find_sources(names: Sequence[str | Path] | str | Path) -> list[Source]:
         elif path.is_file():
             found.append(Source(str(name), path))
         elif path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if re.search(r"\.(txt|md|jsonl)(\.(xz|gz))?$", p.name.lower()))
+            named = (p for p in path.rglob("*") if re.search(r"\.(txt|md|jsonl)(\.(xz|gz))?$", p.name.lower()))
+            inside = sorted(p for p in named if p.is_file())
             if not inside:
                 raise UserError(f"the folder {name} has no .txt, .md or .jsonl files in it, plain or as .xz or .gz")
             found += [Source(str(p), p) for p in inside]

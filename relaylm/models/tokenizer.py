@@ -170,18 +170,18 @@ class JsonTokenizer(Tokenizer):
         self.eos_id, self.bos_id, self.pad_id = find(EOS), find(BOS), find(PAD)
         self.mask_id = find(MASK if mask_token is None else (mask_token,))
         unknown = getattr(self._backend.model, "unk_token", None)
-        self._unknown_id = find(UNKNOWN if unknown is None else (unknown,))
+        self._unknown_names = UNKNOWN if unknown is None else (unknown,)
+        self._unknown_id = find(self._unknown_names)
 
     def encode(self, text: str, strict: bool = True) -> list[int]:
         """The ids by the JSON's own rules."""
         if not strict:
-            text = text.encode("utf-8", errors="replace").decode("utf-8")
-            return list(self._backend.encode(text, add_special_tokens=False).ids)
+            return list(self._backend.encode(whole_characters(text), add_special_tokens=False).ids)
         check_unicode(text)
         encoding = self._backend.encode(text, add_special_tokens=False)
         covered = bytearray(len(text))
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token == self._unknown_id and text[start:end] not in UNKNOWN:
+            if token == self._unknown_id and text[start:end] not in self._unknown_names:
                 raise UserError(f"{text[start:end]!r} is not in the tokenizer's vocabulary")
             covered[start:end] = b"\1" * (end - start)
         # Some models drop what they do not know (and give later offsets wrong, so the culprit is found one by one).
@@ -194,9 +194,8 @@ class JsonTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, on all cores."""
-        whole = [text.encode("utf-8", errors="replace").decode("utf-8") for text in texts]
         batch = getattr(self._backend, "encode_batch_fast", self._backend.encode_batch)  # without offsets, if it can
-        return [encoding.ids for encoding in batch(whole, add_special_tokens=False)]
+        return [encoding.ids for encoding in batch([*map(whole_characters, texts)], add_special_tokens=False)]
 
     def to_json(self) -> dict[str, Any]:
         """The kind, the file and its sha256."""
@@ -281,3 +280,8 @@ def check_unicode(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(f"{text[error.start]!r} is half a character (a lone surrogate), not text") from None
+
+
+def whole_characters(text: str) -> str:
+    """A text in which every half of a character (a lone surrogate) is a question mark, so that it can be written."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")

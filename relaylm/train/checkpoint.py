@@ -38,13 +38,23 @@ def save(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) ->
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """The tensors and the state of a checkpoint, None if there is none. A damaged file is a UserError."""
+    return _read(path, whole=True)
+
+
+def load_state(path: Path) -> dict[str, Any] | None:
+    """The state alone: the tensors are neither read nor checked."""
+    found = _read(path, whole=False)
+    return None if found is None else found[1]
+
+
+def _read(path: Path, whole: bool) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     if not path.exists():
         return None
     try:
         with safetensors.safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-        if _crc32(tensors) != metadata[_CRC]:
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())} if whole else {}
+        if whole and _crc32(tensors) != metadata[_CRC]:
             raise ValueError("its checksum does not match")
         return tensors, json.loads(metadata[_STATE])
     except OSError as error:

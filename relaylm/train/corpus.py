@@ -37,12 +37,13 @@ from relaylm.files import expand, file_sha256, write_folder, write_json
 from relaylm.models.family import on_disk
 from relaylm.models.folder import MANIFEST, read_manifest
 from relaylm.models.text import find_sources, pieces, wrap_marks
-from relaylm.models.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, vocabulary
+from relaylm.models.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, vocabulary, whole_characters
 
 FORMAT = 1
 PACKINGS = ("running", "wrap", "pad")
 SPLITS = ("train", "heldout")
 _TOGETHER = 1 << 22  # characters that are encoded at once
+_LARGEST_BPE = 1_000_000  # entries
 _VERIFY_BELOW = 1 << 30  # bytes: of larger token files only the size is checked
 
 
@@ -81,6 +82,8 @@ class _Packer:
         self.characters += len(text)
         self.documents += end
         ids = np.asarray(tokens, dtype=np.int64)
+        if (mask := self.tokenizer.mask_id) is not None and (ids == mask).any():
+            raise UserError(f"the text has the tokenizer's mask in it, {self.tokenizer.decode([mask])!r}: take it out")
         if self.packing == "running":
             return self.tokens.write(ids)
         if self.packing == "wrap":
@@ -141,9 +144,10 @@ def train_bpe(texts: Iterator[str], size: str) -> JsonTokenizer:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    if not size.isdigit() or int(size) < 257:
+    if not (size.isdecimal() and 257 <= int(size) <= _LARGEST_BPE):
         raise UserError(
-            f"write the size of a BPE vocabulary as bpe:8192, at least 257 (256 bytes and an end mark), not bpe:{size}"
+            f"write the size of a BPE vocabulary as bpe:8192, at least 257 (256 bytes and an end mark) and at most "
+            f"{_LARGEST_BPE:,}, not bpe:{size}"
         )
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -154,7 +158,7 @@ def train_bpe(texts: Iterator[str], size: str) -> JsonTokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer=trainer)
+    backend.train_from_iterator(map(whole_characters, texts), trainer=trainer)
     return JsonTokenizer(backend.to_str(), where="the trained vocabulary")
 
 
@@ -247,7 +251,10 @@ def prepare(
         if not splits["train"]["tokens"]:
             raise UserError("there is no training text: the sources are empty, or shorter than one row")
         if holdout and not splits["heldout"]["tokens"]:
-            raise UserError(f"{holdout:.3g} of this text is less than one row: hold out more, or nothing (0)")
+            reason = f"{holdout:.3g} of this text is less than one {'token' if length is None else 'row'}"
+            if length is not None and not splits["heldout"]["documents"]:
+                reason = f"no document begins in the last {holdout:.3g} of this text, and none is cut in two"
+            raise UserError(f"{reason}: hold out more, or nothing (0)")
         for name, data in chosen.files().items():
             (new / name).write_bytes(data)
         vocab_size, mask_id = vocabulary(chosen)
@@ -347,10 +354,25 @@ class TokenFile:
         files = {n: f for split in SPLITS for n, f in self.manifest["splits"][split]["files"].items()}
         return {name: facts["sha256"] for name, facts in files.items()}
 
+    def tokens(self, split: str) -> int:
+        """How many tokens a part has, marks between texts included, padding not."""
+        real = self.train_real if split == "train" else self.heldout_real
+        return int(self.manifest["splits"][split]["tokens"] if real is None else real.sum())
+
     def characters_per_token(self) -> float:
-        """Characters of the held-out source text for each of its tokens."""
+        """Characters of the held-out source text for each of its tokens: those that were dropped count, padding does
+        not."""
         facts = self.manifest["splits"]["heldout"]
-        return float(facts["characters"] / max(1, facts["tokens"]))
+        return float(facts["characters"] / max(1, self.tokens("heldout") + facts["dropped_tokens"]))
+
+    def check_length(self, length: int) -> None:
+        """Refuse a length of rows that the training text, or what is held out to measure it, does not have."""
+        self.windows(length)
+        if 0 < self.heldout.size < length:
+            raise UserError(
+                f"the held-out text has {self.heldout.size} tokens, less than one row of {length}: prepare the corpus "
+                "again with a larger --holdout, or with --holdout 0 to measure nothing"
+            )
 
     def windows(self, length: int) -> int:
         """How many rows one pass over the training text has."""

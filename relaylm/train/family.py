@@ -16,13 +16,13 @@ import torch.distributed as dist
 from relaylm.errors import UserError
 from relaylm.files import expand, write_json
 from relaylm.models.denoiser import Architecture, Transformer, build
-from relaylm.models.folder import save_family
+from relaylm.models.folder import check_name, save_family
 from relaylm.models.tokenizer import check_unicode
 from relaylm.train import checkpoint
 from relaylm.train.corpus import TokenFile
 from relaylm.train.recipe import Preset, load_preset, override
 from relaylm.train.report import measured_pairs
-from relaylm.train.run import CHECKPOINT, stage_file, train_model
+from relaylm.train.run import CHECKPOINT, check_run, stage_file, train_model
 from relaylm.train.step import AVERAGE, training_flops, world
 
 TWIN = "-twin"
@@ -65,7 +65,13 @@ def train_family(
         for key, (depth, causal, _) in jobs.items()
     }
     command, title = command or f"relaylm train --preset {chosen.name}", name or chosen.name
+    for depth in chosen.depths:
+        check_name(chosen.model_name(depth))
+        if chosen.model_name(depth).endswith(TWIN):
+            raise UserError(f"names must not end with {TWIN}, which marks the second model of a depth")
     with world(device) as where:
+        for key, (_, _, seed) in jobs.items():  # all of them, before the first is trained
+            check_run(corpus, out / "models" / key, shapes[key], recipe, seed, where, force)
         if where.main:
             settings = {"preset": chosen.to_json(), "corpus": corpus.manifest, "command": command}
             write_json(out / "config.json", {**settings, "torch": torch.__version__})
@@ -187,7 +193,9 @@ def model_card(name: str, preset: Preset, corpus: TokenFile, summaries: dict[str
     rows = []
     for key, s in summaries.items():
         held, per_character = s["heldout"], s["bits_per_character"]
-        bits = "-" if held is None else f"{held['bits']:.4f} ({held['low']:.4f} to {held['high']:.4f})"
+        bits = "-" if held is None else f"{held['bits']:.4f}"
+        if held is not None and held["rows"] > 1:  # one row has no interval
+            bits += f" ({held['low']:.4f} to {held['high']:.4f})"
         cells = [key, f"{s['parameters']:,}", f"{s['steps']:,}", f"{s['tokens']:,}"]
         cells += [f"{s['wall_seconds']:.0f} s on {s['device']}", bits]
         rows.append(f"| {' | '.join(cells)} | {'-' if per_character is None else f'{per_character:.4f}'} |")
@@ -198,8 +206,8 @@ def model_card(name: str, preset: Preset, corpus: TokenFile, summaries: dict[str
         vocabulary=corpus.vocab_size,
         timed="with" if preset.time_conditioning else "without",
         sources=", ".join(source["name"] for source in manifest["request"]["sources"]),
-        train=manifest["splits"]["train"]["tokens"],
-        heldout=manifest["splits"]["heldout"]["tokens"],
+        train=corpus.tokens("train"),
+        heldout=corpus.tokens("heldout"),
         licence=manifest["licence"] or "not stated",
         command=command,
         unit={"text8": "character", "bytes": "byte"}.get(manifest["tokenizer"]["type"], "token"),

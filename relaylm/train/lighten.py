@@ -25,15 +25,15 @@ import torch.distributed as dist
 from relaylm.console import progress_bar
 from relaylm.core.noise import uniforms
 from relaylm.errors import UserError
-from relaylm.files import read_json, write_json
+from relaylm.files import expand, read_json, write_json
 from relaylm.measure.estimate import announce_calls
 from relaylm.measure.likelihood import masked_sums, spread_rows
 from relaylm.models.denoiser import Transformer, build
 from relaylm.models.family import Family
-from relaylm.models.folder import save_family
+from relaylm.models.folder import check_name, save_family
 from relaylm.train.corpus import TokenFile
 from relaylm.train.family import averaged_network, heldout_text
-from relaylm.train.recipe import Preset, Recipe, override
+from relaylm.train.recipe import RECIPE_SETTINGS, Preset, Recipe, check_settings, override
 from relaylm.train.run import CHECKPOINT, train_model
 from relaylm.train.step import world
 
@@ -94,31 +94,33 @@ def lighten(
 ) -> Path:
     """Make a sibling of `blocks` blocks of a family's heavy model, and write the family with it to OUT/family; returns
     that folder. `rows` of the corpus choose the blocks; `overrides` are fields of `Recipe`. Run again to resume."""
+    check_settings(overrides, RECIPE_SETTINGS)
     recipe = override(Preset(recipe=RECIPE), **overrides).recipe
-    corpus, out = TokenFile.load(corpus_folder), Path(out_folder).expanduser()
+    corpus, out = TokenFile.load(corpus_folder), expand(out_folder)
     with world(device) as where:
         family = Family.load(source, device=where.device, dtype="float32")
         heavy, name = family.roles(None, heavy)[1], name or f"light{blocks}"
         model = _teachable(family, heavy, corpus)
+        corpus.check_length(model.architecture.length)
+        check_name(name)
         if name in family.models:
             raise UserError(f"this family has a model {name!r} already: choose another --name")
-        if where.main and _choice(out, model, blocks) is None:
+        of = {"depth": model.depth, "teacher": family.digest or str(source), "model": heavy}
+        if _choice(out, of, blocks) is None and where.main:
             length, depth = model.architecture.length, model.depth
             if progress:
                 calls = rows * sum(k * (k - 1) // depth + 1 for k in range(blocks + 1, depth + 1))
                 announce_calls(family, "choosing blocks", calls, length, "--rows makes it shorter")
             rows_NL = spread_rows(corpus.train.reshape(-1), length, rows)
             chosen = choose_blocks(model, rows_NL, blocks, progress=progress)
-            write_json(out / BLOCKS, {"depth": depth, **chosen})
+            write_json(out / BLOCKS, {**of, **chosen})
         if where.size > 1:
             dist.barrier()  # the others read what was chosen
-        choice = _choice(out, model, blocks)
+        choice = _choice(out, of, blocks)
         if choice is None:
-            raise UserError(
-                f"{out / BLOCKS} is of another model, or not visible to every process: choose another folder"
-            )
+            raise UserError(f"{out / BLOCKS} is not visible to every process: choose another folder")
         start = with_blocks(model, choice["kept"])
-        about = {"teacher": family.digest or str(source), "blocks": choice["kept"]}
+        about = {"teacher": of["teacher"], "blocks": choice["kept"]}
         folder = out / "models" / name
         given: dict[str, Any] = {"where": where, "label": name, "progress": progress, "force": force, "about": about}
         summary = train_model(corpus, folder, start.architecture, recipe, start=start, teacher=model, **given)
@@ -138,10 +140,12 @@ def lighten(
     return out / "family"
 
 
-def _choice(out: Path, model: Transformer, blocks: int) -> dict[str, Any] | None:
-    """What was chosen before for a model of this depth, None if nothing was."""
+def _choice(out: Path, of: dict[str, Any], blocks: int) -> dict[str, Any] | None:
+    """What was chosen before for this model, None if nothing was; another model's choice is refused."""
     found = read_json(out / BLOCKS)
-    return found if found and (found["depth"], len(found["kept"])) == (model.depth, blocks) else None
+    if found and any(found.get(key, value) != value for key, value in of.items()):
+        raise UserError(f"{out / BLOCKS} is of another model ({found.get('model', 'unnamed')}): choose another folder")
+    return found if found and len(found["kept"]) == blocks else None
 
 
 def _teachable(family: Family, heavy: str, corpus: TokenFile) -> Transformer:

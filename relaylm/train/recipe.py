@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ class Recipe:
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
+    """AdamW's, of all that it updates, norms and biases too; matrices that muon has do not decay."""
     clip: float = 1.0
     """Largest norm of the gradient; 0: no clipping."""
     warmup: int = 2500
@@ -75,6 +77,11 @@ class Recipe:
     """Steps after which the averaged weights are kept beside the checkpoint, to study how models change."""
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{name} must be a finite number, not {value}")
+        if self.seed > _LARGEST_SEED:
+            raise UserError(f"seed must be at most {_LARGEST_SEED}, not {self.seed}")
         for least, names in _LEAST.items():
             for name in names.split():
                 if getattr(self, name) < least:
@@ -95,6 +102,7 @@ _LEAST = {
     1: "steps batch log_every checkpoint_every eval_rows",
     0: "micro_batch warmup eval_every sample_every seed weight_decay clip init",
 }
+_LARGEST_SEED = 2**64 - 2  # the twin's is one more
 _CHOICES = {
     "optimizer": ("adamw", "muon"),
     "decay": ("constant", "cosine", "linear"),
@@ -136,6 +144,8 @@ class Preset:
             raise UserError(f"the twin repeats a model of the family: its depth must be one of {list(self.depths)}")
         if self.judge is not None and self.judge < 1:
             raise UserError(f"the judge must have at least 1 block, not {self.judge}")
+        if self.judge is not None and self.length < 2:
+            raise UserError(f"a judge predicts from the tokens before: rows must have at least 2, not {self.length}")
         if self.names.count("{}") != 1 or set(self.names.replace("{}", "")) & set("{}"):
             raise UserError(f"names must say once where the number of blocks goes, as d{{}} does, not {self.names!r}")
 
@@ -158,7 +168,8 @@ class Preset:
 
 _DEFAULTS = {f.name: f.default for kind in (Recipe, Preset) for f in fields(kind) if f.name not in ("name", "recipe")}
 _DEFAULTS |= {"twin": 0, "judge": 0}
-_RECIPE = {f.name for f in fields(Recipe)}
+SETTINGS = frozenset(_DEFAULTS)  # what can be changed of a preset and its recipe
+RECIPE_SETTINGS = frozenset(f.name for f in fields(Recipe))
 
 
 def presets() -> list[str]:
@@ -184,11 +195,13 @@ def load_preset(name_or_path: str | Path, **overrides: Any) -> Preset:
         raise UserError(f"{path} is not valid TOML: {error}") from None
     values = {"description": tables.pop("description", "")}
     for table, allowed in (
-        ("data", _DEFAULTS.keys() - _RECIPE),
-        ("model", _DEFAULTS.keys() - _RECIPE),
-        ("train", _RECIPE),
+        ("data", _DEFAULTS.keys() - RECIPE_SETTINGS),
+        ("model", _DEFAULTS.keys() - RECIPE_SETTINGS),
+        ("train", RECIPE_SETTINGS),
     ):
         entries = tables.pop(table, {})
+        if not isinstance(entries, dict):
+            raise UserError(f"{path.name} has an entry {table!r} that is not a table: write [{table}]")
         if unknown := sorted(set(entries) - allowed):
             listed = ", ".join(sorted(allowed))
             raise UserError(f"{path.name} has an unknown entry {table}.{unknown[0]}: allowed are {listed}")
@@ -203,14 +216,20 @@ def load_preset(name_or_path: str | Path, **overrides: Any) -> Preset:
 def override(preset: Preset, **overrides: Any) -> Preset:
     """A preset with some of its settings, or of its recipe's, changed; None leaves one as it is."""
     values = {key: _checked(key, value) for key, value in overrides.items() if value is not None}
-    recipe = replace(preset.recipe, **{key: values.pop(key) for key in list(values) if key in _RECIPE})
+    recipe = replace(preset.recipe, **{key: values.pop(key) for key in list(values) if key in RECIPE_SETTINGS})
     return replace(preset, recipe=recipe, **values)
+
+
+def check_settings(keys: Iterable[str], known: frozenset[str] = SETTINGS) -> None:
+    """Refuse the name of a setting that there is not."""
+    for key in keys:
+        if key not in known:
+            raise UserError(f"there is no setting {key!r}: there are {', '.join(sorted(known))}")
 
 
 def _checked(key: str, value: Any) -> Any:
     """A setting with the type of its default (TOML and command lines are loose about int and float)."""
-    if key not in _DEFAULTS:
-        raise UserError(f"there is no setting {key!r}: there are {', '.join(sorted(_DEFAULTS))}")
+    check_settings([key])
     default = _DEFAULTS[key]
     if isinstance(default, tuple):
         if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):

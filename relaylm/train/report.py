@@ -62,10 +62,7 @@ def report(folder: Path, corpus: TokenFile, device: str = "auto", n: int = 4) ->
     found: dict[str, Any] = {"samples": texts, "words": share, "passes": summary["tokens"] / corpus.train.size}
     if (held := summary["heldout"]) is not None:
         trained = summary["train_loss"]  # None while the warm-up lasts
-        found |= {
-            "heldout_bits": held["bits"],
-            "train_bits": held["bits"] if trained is None else trained / math.log(2),
-        }
+        found |= {"heldout_bits": held["bits"], "train_bits": None if trained is None else trained / math.log(2)}
     return found | {"verdict": _verdict(found)}
 
 
@@ -78,7 +75,7 @@ def _verdict(found: Mapping[str, Any]) -> str:
     if (held := found.get("heldout_bits")) is None:
         return "nothing was held out, so there is no telling: prepare the text with --holdout 0.02"
     trained, passes = found["train_bits"], found["passes"]
-    if held > (1 + GAP) * trained:
+    if trained is not None and held > (1 + GAP) * trained:
         return (
             f"needs more text: it was read {passes:.0f} times and is being learned by heart "
             f"({trained:.2f} bits on it, {held:.2f} on text that was held out)"

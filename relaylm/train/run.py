@@ -30,7 +30,7 @@ from relaylm.console import Bar, progress_bar
 from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
-from relaylm.files import atomic_write, read_json, write_json
+from relaylm.files import atomic_write, plain, read_json, write_json
 from relaylm.measure.estimate import say
 from relaylm.measure.likelihood import Bound, bound, causal_bound, spread_rows
 from relaylm.measure.timing import wait
@@ -71,16 +71,13 @@ def train_model(
     says how long the rest takes, other runs included that need `ahead` operations."""
     where, folder = where or World(torch.device("cpu")), Path(folder)
     seed = recipe.seed if seed is None else seed
-    batches = Batches(corpus, recipe, architecture.length, seed, architecture.causal, where.rank, where.size)
-    corpus.windows(architecture.length)  # is there enough text?
-    identity = _identity(corpus, architecture, recipe, seed) | (about or {})
+    batches, identity = check_run(corpus, folder, architecture, recipe, seed, where, force, about)
     found = checkpoint.load(folder / CHECKPOINT)
     state: dict[str, Any] = {"step": 0, "seconds": 0.0, "other_seconds": 0.0, "losses": [], "masked": 0}
     if found is not None:
-        state = {**found[1]}
-        _check_identity(folder, state.pop("identity"), identity, force)
+        state = {key: value for key, value in found[1].items() if key != "identity"}
         summary = read_json(folder / SUMMARY)
-        if state["step"] >= recipe.steps and summary is not None:
+        if state["step"] >= recipe.steps and summary is not None and summary["steps"] == state["step"]:
             return summary
     _check_agreement(folder, state["step"], where)
     trainer = Trainer(architecture, recipe, seed, where, start=start, teacher=teacher)
@@ -128,6 +125,27 @@ def train_model(
                     print(f"stopped at step {step}: saved, and the same command goes on from there", file=sys.stderr)
                 raise KeyboardInterrupt if stopped == signal.SIGINT else SystemExit(128 + stopped)
     return run.finish()
+
+
+def check_run(
+    corpus: TokenFile,
+    folder: Path,
+    architecture: Architecture,
+    recipe: Recipe,
+    seed: int,
+    where: World,
+    force: bool = False,
+    about: dict[str, Any] | None = None,
+) -> tuple[Batches, dict[str, Any]]:
+    """The batches of a run and its identity. Refused, before anything is written, are batches that do not fit the
+    processes, a text shorter than a row, and a folder with a run that began differently."""
+    batches = Batches(corpus, recipe, architecture.length, seed, architecture.causal, where.rank, where.size)
+    corpus.check_length(architecture.length)
+    identity = _identity(corpus, architecture, recipe, seed) | (about or {})
+    state = checkpoint.load_state(folder / CHECKPOINT)
+    if state is not None:
+        _check_identity(folder, state["identity"], identity, force)
+    return batches, identity
 
 
 def stage_file(folder: Path, step: int) -> Path:
@@ -299,7 +317,7 @@ class _Run:
         if self.world.main:
             try:
                 with open(self.folder / name, "a") as file:
-                    file.write(json.dumps(row) + "\n")
+                    file.write(json.dumps(plain(row)) + "\n")
             except OSError as error:
                 raise UserError(f"cannot write {self.folder / name}: {error.strerror or error}") from error
 
@@ -365,16 +383,17 @@ class _Run:
     def finish(self) -> dict[str, Any]:
         """The last evaluation, on four times the rows, and the summary that marks the run as done."""
         found, state, device = self._bound(4 * self.recipe.eval_rows), self.state, self.world.device
-        tokens = self.recipe.steps * self.recipe.batch * self.architecture.length
-        summary = {
+        steps = self.trainer.step_count
+        tokens = steps * self.recipe.batch * self.architecture.length
+        summary: dict[str, Any] = {
             "label": self.label,
-            "steps": self.recipe.steps,
+            "steps": steps,
             "tokens": tokens,
             "masked": state["masked"],
             "seconds": state["seconds"],
             "wall_seconds": state["seconds"] + state["other_seconds"],
             "tokens_per_s": tokens / max(1e-9, state["seconds"]),
-            "mfu": self._mfu(self.recipe.steps * self.recipe.batch / max(1e-9, state["seconds"])),
+            "mfu": self._mfu(steps * self.recipe.batch / max(1e-9, state["seconds"])),
             "mfu_formula": MFU_FORMULA,
             "peak_tflops": self.peak,
             "parameters": sum(value.numel() for value in self.trainer.params.values()),
@@ -386,6 +405,7 @@ class _Run:
             "processes": self.world.size,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         }
+        summary = plain(summary)  # as it will be read again
         if self.world.main:
             write_json(self.folder / SUMMARY, summary)
         return summary

@@ -154,6 +154,14 @@ def test_json_names_what_it_lacks() -> None:
         silent.encode("axb")
 
 
+def test_the_token_for_what_is_unknown_may_be_written_out() -> None:
+    words = JsonTokenizer(Backend(models.WordLevel(vocab={"a": 0, "other": 1}, unk_token="other")).to_str())
+    assert words.encode("other") == [1]
+    for odd in ("b", "[UNK]"):
+        with pytest.raises(UserError, match="is not in"):
+            words.encode(odd)
+
+
 def test_holes_in_a_vocabulary_are_blanks() -> None:
     sparse = JsonTokenizer(Backend(models.WordLevel(vocab={"a": 0, "b": 3}, unk_token="a")).to_str())
     assert sparse.size == 4 and sparse.decode([0, 1, 3]) == "a_b"

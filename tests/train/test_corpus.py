@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from relaylm.cli import main as cli
 from relaylm.errors import UserError
 from relaylm.models import text as source_text
 from relaylm.models.family import Family
 from relaylm.models.text import read_text
 from relaylm.models.tokenizer import JsonTokenizer
-from relaylm.train.corpus import TokenFile, prepare
+from relaylm.train.corpus import TokenFile, prepare, token_dtype
 
 
 def words(*extra: str) -> JsonTokenizer:
@@ -51,6 +52,11 @@ def test_running_text_and_its_last_share(tmp_path: Path) -> None:
     facts = made.manifest["splits"]
     assert facts["train"]["characters"] == facts["train"]["tokens"] == cut
     assert made.characters_per_token() == 1.0
+
+
+def test_ids_are_stored_in_the_smallest_integers_that_hold_them() -> None:
+    for size, bits in ((27, 8), (256, 8), (257, 16), (65_536, 16), (65_537, 32)):
+        assert token_dtype(size).itemsize * 8 == bits and size - 1 <= np.iinfo(token_dtype(size)).max
 
 
 def test_text8_fits_in_a_byte(tmp_path: Path) -> None:
@@ -155,8 +161,74 @@ def test_bpe_is_trained_on_the_training_part_alone(tmp_path: Path) -> None:
     assert len(made.tokenizer.encode(" cat")) == 1 and len(made.tokenizer.encode(" zyzzyva")) > 3
     with pytest.raises(UserError, match="at least 257"):
         prepare(tmp_path / "a.txt", tmp_path / "d", tokenizer="bpe:100", progress=False)
-    with pytest.raises(UserError, match="bpe:8192"):
-        prepare(tmp_path / "a.txt", tmp_path / "d", tokenizer="bpe:many", progress=False)
+    for size in ("many", "\N{SUPERSCRIPT TWO}", "9" * 30, "5000000000", ""):
+        with pytest.raises(UserError, match="bpe:8192"):
+            prepare(tmp_path / "a.txt", tmp_path / "d", tokenizer=f"bpe:{size}", progress=False)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:270"])
+def test_half_a_character_becomes_a_question_mark(tokenizer: str, tmp_path: Path) -> None:
+    put(tmp_path / "a.jsonl", '{"text": "one \\ud83d two three four five"}\n' * 30)
+    made = prepare(tmp_path / "a.jsonl", tmp_path / "c", tokenizer=tokenizer, holdout=0, progress=False)
+    assert made.tokenizer.decode(made.train).startswith("one ? two three")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_mark_of_the_encoding_is_not_text(name: str, tmp_path: Path) -> None:
+    text = json.dumps({"text": "some text"}) if name == "a.jsonl" else "some text\n\n"
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert read_text(tmp_path / name) == "some text\n\n"
+
+
+def test_a_folder_is_its_text_files(tmp_path: Path) -> None:
+    (tmp_path / "in" / "notes.txt").mkdir(parents=True)  # a folder of that name
+    put(tmp_path / "in" / "notes.txt" / "b.md", "deep. ")
+    put(tmp_path / "in" / "a.TXT", "first. ")
+    put(tmp_path / "in" / "c.csv", "not text")
+    assert read_text(tmp_path / "in") == "first. deep. "
+
+
+def test_a_text_with_the_mask_in_it_is_refused(tmp_path: Path) -> None:
+    backend = Tokenizer.from_str(words("[MASK]").files()["tokenizer.json"].decode())
+    backend.add_special_tokens(["[MASK]"])
+    rule = {"tokenizer": JsonTokenizer(backend.to_str()), "packing": "pad", "length": 6, "holdout": 0}
+    with pytest.raises(UserError, match=r"mask in it, '\[MASK\]'"):
+        prepare(put(tmp_path / "a.txt", "a b\nc [MASK] d\n"), tmp_path / "c", progress=False, **rule)  # type: ignore[arg-type]
+    assert not (tmp_path / "c").exists()
+
+
+def test_one_document_cannot_be_held_out_in_part(tmp_path: Path) -> None:
+    source = put(tmp_path / "a.txt", "a b c d " * 50)
+    rule = {"tokenizer": words(), "packing": "wrap", "length": 6}
+    with pytest.raises(UserError, match=r"no document begins in the last 0\.5"):
+        prepare(source, tmp_path / "c", holdout=0.5, progress=False, **rule)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"0\.01 of this text is less than one row"):
+        put(source, "a b c d " * 50 + "\n\na")
+        prepare(source, tmp_path / "c", holdout=0.01, progress=False, **rule)  # type: ignore[arg-type]
+
+
+def test_characters_of_a_token_leave_padding_out_and_count_what_was_cut(tmp_path: Path) -> None:
+    """Held out are `a b c` and `d e f g h a`, 5 + 11 characters: in rows of 6, with <s> and </s>, 5 and 6 tokens, one
+    place of padding, and two words that did not fit."""
+    source = put(tmp_path / "a.txt", "a b c d\n" * 8 + "a b c\nd e f g h a\n")
+    made = prepare(source, tmp_path / "c", tokenizer=words(), packing="pad", length=6, holdout=0.22, progress=False)
+    assert made.heldout_real is not None and made.heldout_real.tolist() == [5, 6]
+    assert made.characters_per_token() == 16 / (5 + 6 + 2)
+    assert (made.tokens("train"), made.tokens("heldout")) == (8 * 6, 11)
+    source = put(tmp_path / "b.txt", "a b\n\n" * 40 + "a a a a a a a")
+    made = prepare(source, tmp_path / "d", tokenizer=words(), packing="wrap", length=5, holdout=0.1, progress=False)
+    assert made.heldout.tolist() == [[BOS, 0, 0, 0, EOS]] * 2  # seven words and </s>: two are left over
+    assert made.characters_per_token() == 13 / (10 + 2) and made.tokens("heldout") == 10
+
+
+def test_the_command_counts_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(tmp_path / "a.txt", "a b c d e f g h a b\n\n" * 30)
+    put(tmp_path / "t.json", words().files()["tokenizer.json"].decode())
+    command = ["prepare", str(tmp_path / "a.txt"), str(tmp_path / "c"), "--tokenizer", str(tmp_path / "t.json")]
+    assert cli.main([*command, "--packing", "wrap", "--length", "6", "--holdout", "0.1", "--json", "-"]) == 0
+    said, made = json.loads(capsys.readouterr().out), TokenFile.load(tmp_path / "c")
+    assert (said["train"], said["heldout"]) == (6 * len(made.train), 6 * len(made.heldout))
+    assert len(made.train) == 27 * 11 // 4
 
 
 def test_prepare_again_returns_what_is_there(tmp_path: Path) -> None:
@@ -182,7 +254,8 @@ def test_prepare_again_returns_what_is_there(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "fine"}\n{"words": 1}\n', "line 2 of"),
         ("a.jsonl", b"not json\n", "line 1 of"),
         ("a.txt", b"", "no training text"),
-        ("b.txt", b"short", "less than one row"),
+        ("b.txt", b"short", "less than one token"),
+        ("a.jsonl", b"[" * 100_000 + b"\n", "line 1 of"),
     ],
 )
 def test_bad_sources_are_one_sentence(name: str, content: bytes, message: str, tmp_path: Path) -> None:

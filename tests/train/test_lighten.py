@@ -15,6 +15,7 @@ import torch
 
 from relaylm.cli import main as cli
 from relaylm.convert import export
+from relaylm.core.noise import uniforms
 from relaylm.errors import UserError
 from relaylm.models.denoiser import Architecture, FromLogits, Transformer
 from relaylm.models.family import Family
@@ -70,6 +71,46 @@ def test_blocks_that_add_nothing_go_first() -> None:
     for blocks in (0, 5):
         with pytest.raises(UserError, match="1 to 4 blocks"):
             choose_blocks(network(), rows, blocks)
+
+
+def test_what_is_missed_is_nats_for_one_token() -> None:
+    """One block left out of two, written out: t of row n is (n + 1/2) / N, and a position is masked up to it."""
+    model = network(replace(SHAPE, depth=2)).double()
+    rows = np.random.default_rng(0).integers(0, 27, (5, 16))
+    found = choose_blocks(model, rows, 1)
+    for gone in (0, 1):
+        rest, total = with_blocks(model, {0, 1} - {gone}), 0.0
+        for n, row in enumerate(torch.from_numpy(rows)):
+            t = (n + 0.5) / 5
+            masked = torch.from_numpy(uniforms(0, np.array([n]), 16)[0] <= t)
+            seen, time = torch.where(masked, 27, row)[None], torch.tensor([t])
+            log_p, log_q = (m.logits(seen, time)[0, masked, :27].log_softmax(-1) for m in (model, rest))
+            total += float((log_p.exp() * (log_p - log_q)).sum()) / t / (5 * 16)
+        if gone == found["left_out"][0]["block"]:
+            assert found["left_out"][0]["missed"] == pytest.approx(total, rel=1e-6)
+        else:
+            assert found["left_out"][0]["missed"] < total
+
+
+def test_a_family_keeps_what_it_has(corpus: TokenFile, tmp_path: Path) -> None:
+    """Its judge, its twins, its held-out text; and the model that was named is the heavy one."""
+    judge, models = network(replace(SHAPE, causal=True)), {"small": network(replace(SHAPE, depth=3)), "big": network()}
+    twins, options = {"big": network(seed=9)}, {"length": 16, "heldout": "some words", "name": "mine"}
+    save_family(tmp_path / "all", models, corpus.tokenizer, judge=judge, twins=twins, **options)  # type: ignore[arg-type]
+    same: dict[str, Any] = {"rows": 2, "progress": False, "steps": 2, "batch": 4, "eval_rows": 2}
+    folder = lighten(tmp_path / "all", corpus.folder, tmp_path / "out", 2, heavy="small", **same)
+    family = Family.load(folder, dtype="float32")
+    assert (family.names, family.light, family.heavy) == (("light2", "small", "big"), "light2", "small")
+    assert family.judge is not None and family.heldout is not None and family.heldout.read_text() == "some words"
+    kept: Any = family.twins["big"]
+    assert family.name == "mine" and torch.equal(kept.blocks[3].attn_qkv.weight, twins["big"].blocks[3].attn_qkv.weight)  # type: ignore[union-attr]
+    found = checkpoint.load(tmp_path / "out" / "models" / "light2" / CHECKPOINT)
+    assert found is not None  # matrices are stored in bfloat16, as those of other families are
+    light: Any = family["light2"]
+    average = found[0]["average/blocks.0.attn_qkv.weight"]
+    assert torch.equal(light.blocks[0].attn_qkv.weight, average.bfloat16().float()) and not torch.equal(
+        average, average.bfloat16().float()
+    )
 
 
 def test_the_loss_is_the_divergence_and_its_gradient_the_derivative(corpus: TokenFile) -> None:
@@ -181,3 +222,28 @@ def test_what_cannot_be_lightened_is_said(corpus: TokenFile, tmp_path: Path) -> 
         _teachable(Family({"a": network(Architecture(30, 16, 16, 1, 2))}, 29, 30, 16), "a", corpus)
     with pytest.raises(UserError, match="no setting 'blocks_'"):
         lighten("wiki-char", corpus.folder, tmp_path, blocks_=3)
+    with pytest.raises(UserError, match="no setting 'width'"):  # of a preset, not of a recipe
+        lighten("wiki-char", corpus.folder, tmp_path, width=64)
+
+
+def test_what_was_chosen_for_one_model_is_not_anothers(corpus: TokenFile, tmp_path: Path) -> None:
+    """Two models of one depth in a family; and what cannot succeed is said before blocks are chosen."""
+    save_family(tmp_path / "two", {"a": network(), "b": network(seed=1)}, corpus.tokenizer, length=16)
+    same: dict[str, Any] = {"rows": 2, "progress": False, "steps": 2, "batch": 4, "eval_rows": 2}
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match="cannot name a model"):
+        lighten(tmp_path / "two", corpus.folder, out, 2, name="a/b", **same)
+    save_family(tmp_path / "long", {"a": network(replace(SHAPE, length=64))}, corpus.tokenizer, length=64)
+    (tmp_path / "a.txt").write_text("some words that come again " * 20)
+    short = prepare(tmp_path / "a.txt", tmp_path / "short", tokenizer="text8", progress=False)
+    with pytest.raises(UserError, match="less than one row of 64"):
+        lighten(tmp_path / "long", short.folder, out, 2, **same)
+    assert not out.exists()
+    lighten(tmp_path / "two", corpus.folder, out, 2, heavy="a", **same)
+    with pytest.raises(UserError, match=r"is of another model \(a\)"):
+        lighten(tmp_path / "two", corpus.folder, out, 2, heavy="b", **same)
+    choice = json.loads((out / "blocks.json").read_text())
+    (out / "blocks.json").write_text(
+        json.dumps({k: choice[k] for k in ("depth", "kept", "left_out", "rows", "length")})
+    )
+    lighten(tmp_path / "two", corpus.folder, out, 2, heavy="a", **same)  # as earlier versions wrote it

@@ -62,6 +62,21 @@ def test_the_size_of_the_gradient_does_not_matter() -> None:
     assert torch.allclose(update(weight, grad), update(weight, 1e4 * grad))
 
 
+def test_momentum_is_nesterovs() -> None:
+    """Two steps by hand: the moment is 0.05 of one gradient, then 0.95 of that and 0.05 of the other; the direction is
+    what comes a step later still, 0.95 of the moment and 0.05 of the gradient."""
+    generator = torch.Generator().manual_seed(2)
+    first, second = torch.randn(2, 4, 6, dtype=torch.float64, generator=generator)
+    p = torch.nn.Parameter(torch.zeros(4, 6, dtype=torch.float64))
+    optimizer = Muon([p], 0.1)
+    for grad in (first, second):
+        before, p.grad = p.detach().clone(), grad
+        optimizer.step()
+    moment = 0.95 * 0.05 * first + 0.05 * second
+    way = orthogonalise((0.95 * moment + 0.05 * second)[None])[0]
+    assert torch.allclose(before - p.detach(), 0.1 * 0.2 * 6**0.5 * way)
+
+
 def parts(step: int, batch: int = 8, length: int = 12) -> list[dict[str, Tensor]]:
     t = (torch.arange(batch) + 0.5) / batch
     generator = torch.Generator().manual_seed(step)

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +34,9 @@ from relaylm.train import family as train
 from relaylm.train import run as loop
 from relaylm.train.corpus import TokenFile, prepare
 from relaylm.train.family import train_family
-from relaylm.train.objective import Batches, mask_words, places, shuffled
+from relaylm.train.objective import Batches, _places_of, mask_words, places, shuffled
 from relaylm.train.recipe import Preset, Recipe, ema_decay, load_preset, lr_at, override, presets
-from relaylm.train.report import _verdict
+from relaylm.train.report import _verdict, measured_pairs, report
 from relaylm.train.run import train_model
 from relaylm.train.step import Trainer, World, training_flops
 
@@ -132,12 +133,18 @@ def test_overrides_and_bad_settings(tmp_path: Path) -> None:
         ({"judge": -1}, "at least 1 block"),
         ({"decay": "fast"}, "constant, cosine, linear"),
         ({"dropout": 1.0}, "below 1"),
+        ({"lr": math.inf}, "lr must be a finite number"),
+        ({"clip": math.nan}, "clip must be a finite number"),
+        ({"weight_decay": math.nan}, "weight_decay must be a finite number"),
+        ({"seed": 2**64 - 1}, "seed must be at most 18446744073709551614"),
+        ({"length": 1}, "at least 2, not 1"),
     ):
         with pytest.raises(UserError, match=message):
             load_preset("wiki-char", **bad)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="there is no preset"):
         load_preset("huge")
-    for content, message in (("[train]\nspeed = 3", "train.speed"), ("[other]", "'other'"), ("x = ", "not valid TOML")):
+    contents = ("[train]\nspeed = 3", "train.speed"), ("[other]", "'other'"), ("x = ", "not valid TOML")
+    for content, message in (*contents, ("train = 3", "'train' that is not a table")):
         (tmp_path / "p.toml").write_text(content)
         with pytest.raises(UserError, match=message):
             load_preset(tmp_path / "p.toml")
@@ -277,6 +284,17 @@ def test_gathering_gives_the_same_gradient(corpus: TokenFile) -> None:
     assert not grads[0]["output_layer.linear.bias"][27]  # the mask is never predicted
 
 
+def test_places_hold_the_first_masked_positions() -> None:
+    flags = torch.tensor([True, False, True, True, False, True])
+    roomy, tight = _places_of(flags, 5), _places_of(flags, 3)
+    assert roomy.index_M.tolist() == [0, 2, 3, 5, 4] and roomy.kept_M.tolist() == [True] * 4 + [False]
+    assert roomy.place_N.tolist() == [0, 5, 1, 2, 5, 3] and int(roomy.lost) == 0
+    assert tight.index_M.tolist() == [0, 2, 3] and tight.kept_M.all() and int(tight.lost) == 1
+    assert tight.place_N.tolist() == [0, 3, 1, 2, 3, 3]
+    nothing = _places_of(torch.zeros(4, dtype=torch.bool), 2)
+    assert not nothing.kept_M.any() and int(nothing.lost) == 0
+
+
 def test_too_many_masked_positions_are_noticed(
     corpus: TokenFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +321,8 @@ def test_padding_is_not_scored(tmp_path: Path) -> None:
         assert float(trainer.objective(**part)[0]) == pytest.approx(straight(trainer, part), rel=1e-6)
     summary = train_model(corpus, tmp_path / "m", shape(corpus, length=8), TOY, progress=False)
     assert summary["heldout"]["symbols"] < 8 * summary["heldout"]["rows"]
+    per_token = corpus.characters_per_token()
+    assert per_token < 0.9 and summary["bits_per_character"] == pytest.approx(summary["heldout"]["bits"] / per_token)
 
 
 def test_the_judge_predicts_the_next_token(corpus: TokenFile) -> None:
@@ -319,6 +339,84 @@ def test_the_judge_predicts_the_next_token(corpus: TokenFile) -> None:
         assert counts[0] == 8 * 15
         found = causal_bound(trainer.model, tokens.numpy())
         assert found.bits == pytest.approx(float(expected) / math.log(2), rel=1e-5)
+
+
+def test_the_judge_is_scored_on_real_tokens_after_the_first(tmp_path: Path) -> None:
+    from test_corpus import words
+
+    (tmp_path / "a.txt").write_text("g h a b c d e f g h\n" * 4 + "a b c d\n" * 9 + "e f\n" * 9)
+    rule = {"tokenizer": words(), "packing": "pad", "length": 8, "holdout": 0.3}
+    corpus = prepare(tmp_path / "a.txt", tmp_path / "c", progress=False, **rule)  # type: ignore[arg-type]
+    trainer = Trainer(shape(corpus, length=8, causal=True), Recipe(batch=8, dropout=0.0), 0, CPU)
+    trainer.model.double()
+    trainer.model._rotary.clear()
+    with torch.no_grad():
+        trainer.model.output_layer.linear.weight.normal_(generator=torch.Generator().manual_seed(0))
+        (part,) = Batches(corpus, trainer.recipe, 8, 0, True).at(0)
+        log_p = trainer.model.logits(part["tokens"].long(), torch.ones(8)).log_softmax(-1)
+        pairs = [(b, l) for b in range(8) for l in range(1, int(part["real"][b]))]
+        expected = -sum(float(log_p[b, l - 1, int(part["tokens"][b, l])]) for b, l in pairs) / len(pairs)
+        loss, counts = trainer.objective(**part)
+    assert float(loss) == pytest.approx(expected, rel=1e-6) and int(counts[0]) == len(pairs) < 8 * 7
+
+
+def test_an_update_is_adamws_on_the_clipped_gradient(corpus: TokenFile) -> None:
+    """By its formula: two steps of a warm-up, in two micro-batches each."""
+    numbers = {"lr": 0.05, "beta1": 0.8, "beta2": 0.7, "eps": 0.01, "weight_decay": 0.3, "clip": 0.1, "warmup": 4}
+    recipe = Recipe(batch=8, micro_batch=4, dropout=0.0, **numbers)  # type: ignore[arg-type]
+    trainer, twin = (Trainer(shape(corpus), recipe, 1, CPU) for _ in range(2))
+    names = [*twin.params]
+    mean, square = ({name: torch.zeros_like(twin.params[name]) for name in names} for _ in range(2))
+    for step in range(2):
+        parts = Batches(corpus, recipe, 16, 1, False).at(step)
+        norm = float(trainer.step(parts)[1])
+        grads = torch.autograd.grad(sum(twin.objective(**part)[0] for part in parts), [*twin.params.values()])
+        whole = float(torch.stack([grad.square().sum() for grad in grads]).sum().sqrt())
+        assert norm == pytest.approx(whole, rel=1e-5) and whole > 0.1  # what is reported is before clipping
+        for name, grad in zip(names, grads):
+            weight, grad, rate = twin.params[name].data, grad * 0.1 / (whole + 1e-6), 0.05 * (step + 1) / 4
+            mean[name] = 0.8 * mean[name] + 0.2 * grad
+            square[name] = 0.7 * square[name] + 0.3 * grad**2
+            first, second = mean[name] / (1 - 0.8 ** (step + 1)), square[name] / (1 - 0.7 ** (step + 1))
+            weight.copy_(weight - rate * (0.3 * weight + first / (second.sqrt() + 0.01)))
+            torch.testing.assert_close(trainer.params[name].detach(), weight, rtol=1e-4, atol=1e-6)
+
+
+def test_fresh_matrices_have_the_width_that_is_asked_for(corpus: TokenFile) -> None:
+    for init, expected in ((0.0, 1 / math.sqrt(3 * 64)), (0.05, 0.05)):
+        recipe = override(Preset(recipe=TOY), init=init).recipe
+        trainer = Trainer(shape(corpus, width=64), recipe, 0, CPU)
+        assert float(trainer.params["blocks.0.attn_qkv.weight"].detach().std()) == pytest.approx(expected, rel=0.05)
+        assert not trainer.params["output_layer.linear.weight"].any() and trainer.params["blocks.0.norm1.weight"].all()
+
+
+def test_dropout_is_drawn_anew_for_every_step_process_and_micro_batch(corpus: TokenFile) -> None:
+    seeds = set()
+    for seed, rank in itertools.product((0, 1), (0, 1)):
+        trainer = Trainer(shape(corpus), TOY, seed, World(torch.device("cpu"), rank))
+        for step, turn in itertools.product((1, 2), (0, 1)):
+            trainer.step_count = step
+            seeds.add(trainer._dropout_seed(turn))
+    assert len(seeds) == 16
+    losses = []
+    for number in (1, 2, 1):  # the same weights and batch: what differs is dropout, and it is repeated exactly
+        trainer = Trainer(shape(corpus), override(Preset(recipe=TOY), dropout=0.5).recipe, 0, CPU)
+        trainer.model.output_layer.linear.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+        torch.manual_seed(number)  # must not matter
+        trainer.step_count = 3 + number // 2
+        losses.append(float(trainer.step(Batches(corpus, TOY, 16, 0, False).at(0))[0]))
+    assert losses[0] == losses[2] != losses[1]
+
+
+def test_the_average_takes_the_weights_place_for_a_while(corpus: TokenFile) -> None:
+    trainer = Trainer(shape(corpus), TOY, 0, CPU)
+    for step in range(3):
+        trainer.step(Batches(corpus, TOY, 16, 0, False).at(step))
+    before = {name: value.detach().clone() for name, value in trainer.params.items()}
+    with pytest.raises(ZeroDivisionError), trainer.averaged() as model:  # also where an evaluation fails
+        assert not model.training and same(dict(model.named_parameters()), trainer.ema)
+        raise ZeroDivisionError
+    assert trainer.model.training and same(dict(trainer.params), before) and not same(before, trainer.ema)
 
 
 # ------------------------------------------------------------------------------------------------- bound
@@ -451,6 +549,7 @@ def test_training_learns(corpus: TokenFile, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / loop.METRICS).read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses[-1] < losses[0] - 0.8
+    assert rows[0]["bits"] == pytest.approx(rows[0]["loss"] / math.log(2))
     assert summary["heldout"]["bits"] < 3.4  # 27 symbols are 4.75 bits, single letters of this text 3.6
     assert any("heldout_bits" in row for row in rows)
     assert rows[-1]["tokens"] == 150 * 8 * 16 and {"tokens_per_s", "masked_per_s", "mfu", "lr"} <= rows[0].keys()
@@ -461,7 +560,8 @@ def test_training_learns(corpus: TokenFile, tmp_path: Path) -> None:
 def test_interrupted_and_resumed_is_uninterrupted(
     corpus: TokenFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train_model(corpus, tmp_path / "whole", shape(corpus), TOY, progress=False)
+    falling = override(Preset(recipe=TOY), decay="linear").recipe
+    train_model(corpus, tmp_path / "whole", shape(corpus), falling, progress=False)
     original = Trainer.step
 
     def interrupted(self: Trainer, parts: list[dict[str, torch.Tensor]]) -> torch.Tensor:
@@ -473,19 +573,24 @@ def test_interrupted_and_resumed_is_uninterrupted(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            train_model(corpus, tmp_path / "parts", shape(corpus), TOY, progress=False)
+            train_model(corpus, tmp_path / "parts", shape(corpus), falling, progress=False)
     found = checkpoint.load(tmp_path / "parts" / loop.CHECKPOINT)
     assert found is not None and found[1]["step"] == 7
-    train_model(corpus, tmp_path / "parts", shape(corpus), TOY, progress=False)
+    summary = train_model(corpus, tmp_path / "parts", shape(corpus), falling, progress=False)
     assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    parts = [part for step in range(12) for part in Batches(corpus, falling, 16, 0, False).at(step)]
+    masked = [mask_words(0, part["sample"], 16) < part["threshold"][:, None] for part in parts]
+    assert summary["masked"] == sum(int(each.sum()) for each in masked)
 
     def lines(name: str) -> list[tuple[int, float]]:
         return [(row["step"], row["tokens"]) for row in map(json.loads, open(tmp_path / name / loop.METRICS))]
 
-    assert sorted(set(lines("parts")) - {(7, 7 * 128)}) == lines("whole")
+    assert sorted(lines("parts")) == sorted([*lines("whole"), (7, 7 * 128)])
+    rows = [json.loads(line) for line in (tmp_path / "parts" / loop.METRICS).read_text().splitlines()]
+    assert [row["lr"] for row in rows if row["step"] == 7] == [lr_at(falling, 6)] != [lr_at(falling, 7)]
     # A finished run is not trained again.
     before = (tmp_path / "parts" / loop.CHECKPOINT).stat().st_mtime_ns
-    train_model(corpus, tmp_path / "parts", shape(corpus), TOY, progress=False)
+    train_model(corpus, tmp_path / "parts", shape(corpus), falling, progress=False)
     assert (tmp_path / "parts" / loop.CHECKPOINT).stat().st_mtime_ns == before
 
 
@@ -504,6 +609,75 @@ def test_a_changed_recipe_or_corpus_is_named(corpus: TokenFile, tmp_path: Path) 
     with pytest.raises(UserError, match=r"steps was 12, is 14"):
         train_model(corpus, tmp_path / "m", shape(corpus), longer, progress=False)
     assert train_model(corpus, tmp_path / "m", shape(corpus), longer, progress=False, force=True)["steps"] == 14
+
+
+def test_what_leaves_the_weights_alone_may_change(corpus: TokenFile, tmp_path: Path) -> None:
+    summary = train_model(corpus, tmp_path / "m", shape(corpus), TOY, progress=False)
+    changed = {"micro_batch": 4, "compile": "off", "attention": "flash", "shard": True, "stages": (3,), "log_every": 7}
+    changed |= {"eval_every": 5, "eval_rows": 2, "sample_every": 9, "checkpoint_every": 2}
+    recipe = override(Preset(recipe=TOY), **changed).recipe
+    assert train_model(corpus, tmp_path / "m", shape(corpus), recipe, progress=False) == summary
+
+
+def test_a_longer_run_that_was_killed_at_its_end_is_summed_up_anew(corpus: TokenFile, tmp_path: Path) -> None:
+    train_model(corpus, tmp_path / "m", shape(corpus), TOY, progress=False)
+    old = (tmp_path / "m" / loop.SUMMARY).read_bytes()
+    longer = override(Preset(recipe=TOY), steps=14).recipe
+    made = train_model(corpus, tmp_path / "m", shape(corpus), longer, progress=False, force=True)
+    (tmp_path / "m" / loop.SUMMARY).write_bytes(old)  # a kill between the last checkpoint and the summary
+    again = train_model(corpus, tmp_path / "m", shape(corpus), longer, progress=False)
+    assert (again["steps"], again["tokens"], again["heldout"]) == (14, 14 * 8 * 16, made["heldout"])
+    shorter = train_model(corpus, tmp_path / "m", shape(corpus), TOY, progress=False, force=True)
+    assert shorter["steps"] == 14  # what the network is
+
+
+def test_what_is_held_out_must_hold_a_row(tmp_path: Path) -> None:
+    """Said before training, not after it."""
+    (tmp_path / "a.txt").write_text(TEXT * 3)
+    corpus = prepare(tmp_path / "a.txt", tmp_path / "c", tokenizer="text8", holdout=0.02, progress=False)
+    assert 0 < corpus.heldout.size < 16
+    with pytest.raises(UserError, match="less than one row of 16"):
+        train_model(corpus, tmp_path / "m", shape(corpus), TOY, progress=False)
+    assert not (tmp_path / "m").exists()
+    nothing = prepare(tmp_path / "a.txt", tmp_path / "n", tokenizer="text8", holdout=0, progress=False)
+    assert train_model(nothing, tmp_path / "m", shape(nothing), TOY, progress=False)["heldout"] is None
+
+
+def test_one_held_out_row_has_no_interval(tmp_path: Path) -> None:
+    """A family from it is written all the same, and written again, and its log is JSON."""
+    (tmp_path / "a.txt").write_text(TEXT * 6)
+    corpus = prepare(tmp_path / "a.txt", tmp_path / "c", tokenizer="text8", holdout=0.02, progress=False)
+    assert 16 <= corpus.heldout.size < 32
+    preset = Preset("toy", "text8", "running", 16, 16, 2, (1,), judge=1, recipe=replace(TOY, eval_every=6))
+    for _ in range(2):
+        folder = train_family(corpus.folder, tmp_path / "out", preset, device="cpu", progress=False)
+        held = Family.load(folder).meta["training"]["1b"]["heldout"]
+        assert (held["rows"], held["low"], held["high"]) == (1, "-inf", "inf") and f"{held['bits']:.4f}" in card(folder)
+        folder.rename(tmp_path / f"moved-{_}")
+    for line in (tmp_path / "out" / "models" / "1b" / loop.METRICS).read_text().splitlines():
+        json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def card(folder: Path) -> str:
+    return (folder / "README.md").read_text()
+
+
+def test_what_is_refused_leaves_the_settings_of_the_run_alone(corpus: TokenFile, tmp_path: Path) -> None:
+    """And it is refused before another model of the family is trained."""
+    preset = Preset("toy", "text8", "running", 16, 16, 2, (2,), recipe=TOY)
+    train_family(corpus.folder, tmp_path / "out", preset, device="cpu", progress=False)
+    before = (tmp_path / "out" / "config.json").read_bytes()
+    for changes, message in (
+        ({"lr": 0.5, "depths": (1, 2)}, "2b holds a run that began differently"),
+        ({"micro_batch": 3}, "micro-batch"),
+        ({"names": "a/{}"}, "'a/2' cannot name a model"),
+        ({"names": "{}-twin"}, "must not end with -twin"),
+        ({"length": 5000}, "less than one row of 5000"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train_family(corpus.folder, tmp_path / "out", override(preset, **changes), device="cpu", progress=False)
+    assert (tmp_path / "out" / "config.json").read_bytes() == before
+    assert [path.name for path in (tmp_path / "out" / "models").iterdir()] == ["2b"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e6])
@@ -527,6 +701,28 @@ def test_a_broken_loss_stops_and_keeps_the_last_good_checkpoint(
     found = checkpoint.load(tmp_path / "m" / loop.CHECKPOINT)
     assert found is not None and found[1]["step"] == 140
     assert all(bool(torch.isfinite(tensor).all()) for tensor in found[0].values())
+
+
+@pytest.mark.parametrize(("late", "stops"), [(0.2, False), (0.8, True)])
+def test_divergence_is_against_the_usual_loss_after_the_warm_up(
+    late: float, stops: bool, corpus: TokenFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The usual loss is 0.1 here, far below log V; losses of a thousand during the warm-up do not count."""
+    recipe = override(Preset(recipe=TOY), steps=220, warmup=40, log_every=20, checkpoint_every=200).recipe
+    original = Trainer.step
+
+    def step(self: Trainer, parts: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        result = original(self, parts)
+        result[0] = 1000.0 if self.step_count <= 40 else 0.1 if self.step_count <= 200 else late
+        return result
+
+    monkeypatch.setattr(Trainer, "step", step)
+    if stops:
+        with pytest.raises(UserError, match="diverges at step 220"):
+            train_model(corpus, tmp_path / "m", shape(corpus, depth=1, width=8, heads=1), recipe, progress=False)
+    else:
+        summary = train_model(corpus, tmp_path / "m", shape(corpus, depth=1, width=8, heads=1), recipe, progress=False)
+        assert summary["train_loss"] == pytest.approx((160 * 0.1 + 20 * late) / 180)
 
 
 def test_a_real_divergence_stops(corpus: TokenFile, tmp_path: Path) -> None:
@@ -556,6 +752,7 @@ def test_a_family_from_text(corpus: TokenFile, tmp_path: Path) -> None:
     assert not torch.equal(first["weights/vocab_embed.embedding"], twin["weights/vocab_embed.embedding"])
     held = corpus.tokenizer.decode(corpus.heldout)
     assert family.heldout is not None and held and family.heldout.read_text() == held
+    assert train.heldout_text(corpus, 20) == held[-20:]
     # Again: nothing is retrained, and another depth is added to what is there.
     grown = override(preset, depths=(1, 2, 3))
     stamp = (tmp_path / "out" / "models" / "2b" / loop.CHECKPOINT).stat().st_mtime_ns
@@ -653,6 +850,28 @@ def test_the_command(corpus: TokenFile, tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main([*words, "--set", "lr=0.5"]) == 2
     assert "lr was" in capsys.readouterr().err
     assert cli.main([*words, "--set", "lr"]) == 2 and "KEY=VALUE" in capsys.readouterr().err
+    for name in ("name", "pairs", "device", "preset"):  # arguments, but no settings
+        assert cli.main([*words, "--set", f"{name}=cpu"]) == 2 and f"no setting '{name}'" in capsys.readouterr().err
+
+
+def test_the_report_is_of_the_heavy_models_numbers(corpus: TokenFile, tmp_path: Path) -> None:
+    preset = Preset("toy", "text8", "running", 16, 16, 2, (1, 2), recipe=TOY)
+    folder = train_family(corpus.folder, tmp_path / "out", preset, device="cpu", progress=False)
+    found, summary = report(folder, corpus, "cpu"), json.loads((tmp_path / "out/models/2b" / loop.SUMMARY).read_text())
+    assert found["passes"] == pytest.approx(12 * 8 * 16 / corpus.train.size)
+    assert found["train_bits"] == pytest.approx(summary["train_loss"] / math.log(2))
+    assert found["heldout_bits"] == summary["heldout"]["bits"]
+    assert summary["bits_per_character"] == pytest.approx(
+        found["heldout_bits"] * len(corpus.heldout) / characters(corpus)
+    )
+    assert (summary["heldout"]["rows"], summary["heldout"]["draws"]) == (4 * TOY.eval_rows, 4)
+    cut = [text.split()[1:-1] for text in found["samples"]]
+    known = sum(word in TEXT.split() for words in cut for word in words)
+    assert found["words"] == known / max(1, sum(map(len, cut)))
+
+
+def characters(corpus: TokenFile) -> int:
+    return int(corpus.manifest["splits"]["heldout"]["characters"])
 
 
 @pytest.mark.parametrize(
@@ -663,6 +882,22 @@ def test_the_verdict_follows_the_numbers(held: float, trained: float, words: flo
     numbers = {"heldout_bits": held, "train_bits": trained, "words": words, "passes": 12.0}
     assert _verdict(numbers).startswith(said)
     assert "--holdout" in _verdict({"words": 1.0, "passes": 1.0})
+
+
+def test_the_table_of_pairs_is_that_of_the_model(corpus: TokenFile, tmp_path: Path) -> None:
+    """Kept for a run that is as it was, measured anew after another."""
+    model = Trainer(shape(corpus), TOY, 0, CPU).model.eval().requires_grad_(False)
+    for summary, anew in (({"label": "a"}, True), ({"label": "a"}, False), ({"label": "a", "steps": 2}, True)):
+        measured_pairs(tmp_path, model, corpus, summary, CPU.device, False)
+        found = json.loads((tmp_path / "pairs.json").read_text())
+        assert found["summary"] == summary and ("mine" not in found) == anew
+        (tmp_path / "pairs.json").write_text(json.dumps({**found, "mine": 1}))
+
+
+def test_bits_on_the_training_text_are_not_known_in_the_warm_up(corpus: TokenFile, tmp_path: Path) -> None:
+    preset = Preset("toy", "text8", "running", 16, 16, 2, (1,), recipe=replace(TOY, warmup=12))
+    found = report(train_family(corpus.folder, tmp_path / "o", preset, device="cpu", progress=False), corpus, "cpu")
+    assert found["train_bits"] is None and found["heldout_bits"] > 3 and found["verdict"].startswith("needs more")
 
 
 # ------------------------------------------------------------------------------------------- many processes
