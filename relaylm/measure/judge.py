@@ -305,9 +305,8 @@ def _cross_entropy(logits_XV: Tensor, target_X: Tensor) -> Tensor:
 
 def _own_judge(family: Family) -> Judge:
     """The family's own, in float32 whatever its denoisers compute in."""
-    stored, key = family.stored, None
-    entry = None if stored is None else stored.manifest["judge"]
-    if stored is not None and entry is not None:
+    stored, entry, key = family.stored, family.entry("judge"), None
+    if entry is not None:
         files = sorted(entry["files"].items())
         key = "own:" + hashlib.sha256(repr([digest for _, digest in files]).encode()).hexdigest()
     if stored is not None and entry is not None and stored.dtype not in (torch.float32, torch.float64):

@@ -332,7 +332,8 @@ class Transformer(TrunkAndHead, nn.Module):
         return self._derived("pieces", (linear.weight, linear.bias), lambda: split_weights(linear.weight, linear.bias))
 
     def _derived(self, name: str, sources: tuple[Tensor | None, ...], make: Callable[[], Tensor]) -> Tensor:
-        """A table made from weights: once, and again only when one of them was replaced or written to."""
+        """A table made from weights: once, and again only when one of them was replaced or written to (by what PyTorch
+        counts: not through `.data` or numpy)."""
         stamp = tuple((s.data_ptr(), 0 if s.is_inference() else s._version) for s in sources if s is not None)
         if name not in self._tables or self._tables[name][0] != stamp:
             self._tables[name] = (stamp, make())

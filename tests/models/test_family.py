@@ -1,5 +1,6 @@
 """Families: what belongs together, exact and suspicious storage, crashes while saving."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -21,8 +22,9 @@ from hypothesis import strategies as st
 
 from relaylm.errors import UserError
 from relaylm.models import folder as folders
+from relaylm.models.about import describe, list_families
 from relaylm.models.denoiser import Architecture, FromLogits, Transformer
-from relaylm.models.family import Family, bundled, describe, list_families, pick_device
+from relaylm.models.family import Family, bundled, mark, pick_device
 from relaylm.models.folder import save_family
 from relaylm.models.tokenizer import ByteTokenizer, JsonTokenizer, Text8Tokenizer
 
@@ -182,6 +184,81 @@ def test_the_same_family_has_the_same_digest(tmp_path: Path) -> None:
     a, b = (Family.load(save_family(tmp_path / name, **two(name=name))) for name in "ab")
     c = Family.load(save_family(tmp_path / "c", **two(length=15)))
     assert a.digest == b.digest != c.digest and Family({"a": network()}, 27, 28, 16).digest is None
+
+
+def add_one(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.view(-1)[5] += 1
+
+
+CHANGES: dict[str, Any] = {
+    "in place": lambda model: add_one(model.blocks[0].attn_out.weight),
+    "behind PyTorch's back": lambda model: model.blocks[0].attn_out.weight.data.neg_(),
+    "through numpy": lambda model: model.output_layer.linear.bias.detach().numpy().__setitem__(3, 7.0),
+    "rows swapped": lambda model: model.vocab_embed.embedding.data.copy_(model.vocab_embed.embedding.flip(0)),
+    "words swapped": lambda model: model.vocab_embed.embedding.data.copy_(model.vocab_embed.embedding.flip(1)),
+    "a state": lambda model: model.load_state_dict(network(model.depth, 9).state_dict()),
+    "a replaced tensor": lambda model: setattr(model.blocks[0].norm1, "weight", torch.nn.Parameter(torch.zeros(8))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("what", ["big", "judge", "twin of small"])
+def test_weights_changed_in_memory_are_no_longer_those_of_the_folder(tmp_path: Path, what: str, change: str) -> None:
+    options = two(judge=network(1, 5, causal=True), twins={"small": network(1, 6)})
+    family = Family.load(save_family(tmp_path / "a", **options))
+    model: Any = {"big": family["big"], "judge": family.judge, "twin of small": family.twins["small"]}[what]
+    manifest = json.loads((tmp_path / "a/family.json").read_text())
+    assert family.digest == manifest["digest"] and family.entry("small") == manifest["models"]["small"]
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    CHANGES[change](model)
+    assert family.digest is None and family.entry(what) is None and family.entry("small") is not None
+    model.load_state_dict(before)
+    assert family.digest == manifest["digest"]
+    assert Family.load(family.save_pretrained(tmp_path / "b")).digest == family.digest
+
+
+def test_a_mark_knows_where_a_number_stands() -> None:
+    model = network(width=128)
+    weight, before = model.blocks[0].mlp[0].weight, mark(model)  # (512, 128): 4096 bytes are 8 rows
+    for a, b in ((weight[:8], weight[8:16]), (weight[3, :2], weight[3, 2:4])):
+        kept = a.clone()
+        a.copy_(b), b.copy_(kept)
+        assert mark(model) != before
+        b.copy_(a), a.copy_(kept)
+        assert mark(model) == before
+
+
+def test_another_model_under_the_name_is_not_that_of_the_folder(folder: Path) -> None:
+    family = Family.load(folder)
+    family.models["big"] = Transformer(dataclasses.replace(family["big"].architecture, heads=1))  # type: ignore
+    family["big"].load_state_dict(Family.load(folder)["big"].state_dict())  # type: ignore[attr-defined]
+    assert family.digest is None and family.entry("big") is None and family.entry("small") is not None
+    family = Family.load(folder)
+    del family.models["big"]  # type: ignore[attr-defined]
+    assert family.digest is None and family.entry("small") is not None and family.entry("none") is None
+
+
+def test_digits_that_rounding_lost_do_not_come_back(tmp_path: Path) -> None:
+    family = Family.load(save_family(tmp_path / "a", **two(judge=network(1, 5, causal=True), dtype="float32")))
+    assert family.judge is not None
+    digest = family.digest
+    assert digest is not None and family.to("cpu").digest == family.to("cpu", "float32").digest == digest
+    assert family.to("cpu", "bfloat16").digest == digest  # as a family loaded in bfloat16
+    assert family.to("cpu", "float32").digest is None  # rounded weights, which float32 would not have
+    assert family.to("cpu", "bfloat16").digest == digest
+    CHANGES["in place"](family["big"])
+    assert family.to("cpu", "bfloat16").digest is None
+
+
+def test_a_saved_family_keeps_its_texts_and_tables(tmp_path: Path) -> None:
+    folder = save_family(tmp_path / "a", **two(heldout="not seen in training\n", card="# Mine"))
+    family = Family.load(folder)
+    again = Family.load(family.save_pretrained(tmp_path / "b"))
+    assert again.heldout is not None and again.heldout.read_text() == "not seen in training\n"
+    family.save_pretrained(folder, overwrite=True, name="renamed")  # over the folder that it was loaded from
+    assert (folder / "heldout.txt").read_text() == "not seen in training\n"
+    assert (folder / "README.md").read_text().endswith("# Mine")
 
 
 def test_bfloat16_rounds_once(tmp_path: Path) -> None:
