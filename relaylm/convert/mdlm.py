@@ -56,10 +56,11 @@ def open_folder(folder: Path, name: str, options: Options) -> Found:
     if kind == "bd3lm":
         if config.get("cross_attn", True):  # without it the published code attends everywhere
             block = number(config, "block_size", path, 1)
-            length, block = (length, 0) if block >= length else (length - length % block, block)
         if config.get("causal"):
             raise UserError(f"{folder} is a left-to-right model (causal): it is not a denoiser")
         meta = {key: config[key] for key in EXTRA if isinstance(config.get(key), int | float)}
+    block = block if options.block_length is None else options.block_length
+    length, block = (length, 0) if block >= length or not block else (length - length % block, block)
     adaln = bool(config.get("adaln", True))
     timed = config.get("time_conditioning") if options.time_conditioning is None else options.time_conditioning
     architecture = Architecture(

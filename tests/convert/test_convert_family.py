@@ -108,6 +108,11 @@ def test_sources_with_commas_and_names(tmp_path: Path) -> None:
     assert convert.load(text).names == ("1b", "3b")
     assert convert.load(sources, names=["small", "large"]).names == ("small", "large")
     assert convert.load([sources[0], sources[0]]).names == ("1b", "1b-2")
+    again = convert.load([*sources, sources[0], sources[0]], names=["a", "a-2", "a", "a"])
+    assert sorted(again.names) == ["a", "a-2", "a-3", "a-4"]  # none takes the place of another
+    for names in ("ab", [1, 2]):
+        with pytest.raises(UserError, match="names must be a list of text"):
+            convert.load(sources, names=names)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="2 models to name"):
         convert.load(sources, names=["one"])
     with pytest.raises(UserError, match="not an option"):
@@ -157,6 +162,39 @@ def test_describe_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(tensors.Lazy, "__init__", unreadable)
     assert convert.describe(sources, **options) == about
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"length": "8"}, {"length": 0}, {"heads": -1}, {"heads": 2.0}, {"mask_id": -1}, {"block_length": "4"},
+     {"time_conditioning": "no"}, {"ema": 0}, {"tokenizer": 3}],
+)  # fmt: skip
+def test_options_of_the_wrong_kind_are_refused(tmp_path: Path, option: dict[str, Any]) -> None:
+    sources, _ = two_of("mdlm", tmp_path)
+    for ask in (convert.load, convert.describe, lambda s, **o: convert.convert(s, tmp_path / "out", **o)):
+        with pytest.raises(UserError, match=f"{next(iter(option))} must be"):
+            ask(sources[0], **option)
+    (tmp_path / "1b" / "convert.json").write_text(json.dumps({"options": {"length": "8"}}))
+    with pytest.raises(UserError, match="length must be"):
+        convert.load(sources[0])
+
+
+def test_what_could_not_be_loaded_together_is_not_copied(tmp_path: Path) -> None:
+    sources, _ = two_of("llada", tmp_path)
+    for ask in (convert.load, convert.describe, lambda s, **o: convert.convert(s, tmp_path / "out", **o)):
+        with pytest.raises(UserError, match="256 tokens, but the models' vocabulary is 53"):
+            ask(sources, tokenizer="bytes")
+        with pytest.raises(UserError, match="mask 5 is an ordinary token"):
+            ask(sources, tokenizer="text8", mask_id=5)
+    assert not (tmp_path / "out").exists()
+
+
+def test_sources_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
+    for odd in (None, 3, b"mdlm", [], ["", 3]):
+        assert convert.recognise(odd) is None  # type: ignore[arg-type]
+        for ask in (convert.load, convert.describe, lambda s: convert.convert(s, tmp_path / "out")):
+            with pytest.raises(UserError, match=r"a checkpoint is a file|no file, folder or hub id"):
+                ask(odd)  # type: ignore[arg-type]
 
 
 def test_what_is_not_a_checkpoint(tmp_path: Path) -> None:

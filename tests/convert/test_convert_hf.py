@@ -15,7 +15,9 @@ import torch
 from helpers import tiny_json
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 transformers = pytest.importorskip("transformers")
 
@@ -353,6 +355,11 @@ MASKED = {
         **{"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 3, "cls_token_id": 3, "sep_token_id": 2},
     },
     "Roberta": {**SIZES, "max_position_embeddings": 34, "pad_token_id": 1},
+    **{
+        kind: {**SIZES, "max_position_embeddings": 34, "pad_token_id": 1}
+        for kind in ("MPNet", "Data2VecText", "IBert", "RobertaPreLayerNorm", "XLMRobertaXL")
+    },
+    "Xmod": {**SIZES, "languages": ["en_XX", "de_DE"], "default_language": None},
     "DistilBert": {
         **{"vocab_size": V, "dim": D, "n_layers": BLOCKS, "n_heads": HEADS},
         **{"hidden_dim": F, "max_position_embeddings": 32},
@@ -372,7 +379,7 @@ def masked_lm(folder: Path, kind: str = "Bert") -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", MASKED)
+@pytest.mark.parametrize("kind", ["Bert", "ModernBert", "Roberta", "DistilBert"])
 def test_masked_language_models(tmp_path: Path, kind: str) -> None:
     original = masked_lm(tmp_path / "model", kind)
     assert convert.recognise(tmp_path / "model") == "masked-lm"
@@ -385,6 +392,56 @@ def test_masked_language_models(tmp_path: Path, kind: str) -> None:
         torch.testing.assert_close(full, original(input_ids=TOKENS).logits, rtol=1e-4, atol=1e-4)
     about = convert.describe(tmp_path / "model", mask_id=50)
     assert about["models"]["model"]["parameters"] == sum(value.numel() for value in original.parameters())
+
+
+@pytest.mark.parametrize("kind", ["MPNet", "Data2VecText", "IBert", "RobertaPreLayerNorm", "XLMRobertaXL"])
+def test_positions_that_stand_for_padding_are_no_length(tmp_path: Path, kind: str) -> None:
+    """With 34 positions, from 2 up, a row has 32."""
+    original = masked_lm(tmp_path / "model", kind)
+    family = convert.load(tmp_path / "model", mask_id=50)
+    assert family.length == 32 and convert.load(tmp_path / "model", mask_id=50, length=9).length == 9
+    tokens = torch.arange(32)[None] + 5
+    with torch.no_grad():
+        expected = original(input_ids=tokens).logits
+    torch.testing.assert_close(family["model"].logits(tokens, T[:1]), expected, rtol=1e-4, atol=1e-4)
+    for load in (convert.load, convert.describe):
+        with pytest.raises(UserError, match="positions for a length of 32, not of 33"):
+            load(tmp_path / "model", mask_id=50, length=33)
+
+
+def test_masks_of_no_token_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    masked_lm(tmp_path / "m")
+    llada(tmp_path / "l", mask_token_id=V)
+    for folder, options in ((tmp_path / "m", {"mask_id": V}), (tmp_path / "l", {})):
+        for ask in (convert.load, convert.describe, partial(convert.convert, folder=tmp_path / "out")):
+            with pytest.raises(UserError, match=rf"mask_id must lie in 0\.\.{V - 1}, not {V}"):
+                ask(folder, **options)
+    assert not (tmp_path / "out").exists()
+    folder, _ = llada(tmp_path / "n", mask_token_id=None)  # null is as good as nothing
+    backend = Backend(WordLevel({"x": 0, "y": 1}, unk_token="x"))
+    backend.add_special_tokens(["[MASK]"])
+    (folder / "tokenizer.json").write_text(backend.to_str())
+    assert convert.load(folder).mask_id == 2 and convert.load(folder, mask_id=9).mask_id == 9
+
+
+def test_a_model_that_wants_more_than_tokens_is_refused(tmp_path: Path) -> None:
+    masked_lm(tmp_path / "m", "Xmod")
+    with pytest.raises(UserError, match="XmodForMaskedLM cannot be run on tokens alone"):
+        convert.load(tmp_path / "m", mask_id=50)
+
+
+@pytest.mark.parametrize("kind", ["llada", "dream", "a2d-qwen3", "Bert", "Roberta", "DistilBert", "ModernBert"])
+def test_cost_is_that_of_the_products(tmp_path: Path, kind: str) -> None:
+    """PyTorch counts the operations. Qwen3's heads together are wider here than its trunk."""
+    make: Any = {"llada": partial(llada, kv=2), "dream": dream}.get(kind)
+    if kind == "a2d-qwen3":
+        make = partial(qwen, model_type=kind, head=10)
+    (make or partial(masked_lm, kind=kind))(tmp_path / "m")
+    model: Any = convert.load(tmp_path / "m", mask_id=50)["m"]
+    for ask, k in ((lambda: model.logits(TOKENS, T), None), (lambda: model.logits_at(TOKENS, T, POSITIONS), 3)):
+        with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
+            ask()
+        assert counted.get_total_flops() == 2 * model.flops(10, k)
 
 
 class Widths(TorchDispatchMode):
@@ -446,13 +503,15 @@ def test_broken_masked_lm_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_configurations_beyond_the_published_ones_are_refused(tmp_path: Path) -> None:
-    for change in ({"alibi": True}, {"block_type": "sequential"}, {"attention_layer_norm": True}):
+    odd = {"clip_qkv": 1.0}, {"rope_theta": "x"}, {"rms_norm_eps": None}
+    for change in ({"alibi": True}, {"block_type": "sequential"}, {"attention_layer_norm": True}, *odd):
         folder, _ = llada(tmp_path / "m", **change)
         with pytest.raises(UserError, match=next(iter(change))):
             convert.load(folder)
-    folder, _ = dream(tmp_path / "d", use_sliding_window=True)
-    with pytest.raises(UserError, match="sliding"):
-        convert.load(folder)
+    for change in ({"use_sliding_window": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": -1}, {"rope_theta": [1]}):
+        folder, _ = dream(tmp_path / "d", **change)
+        with pytest.raises(UserError, match=next(iter(change))):
+            convert.load(folder)
 
 
 def test_published_parameter_counts() -> None:

@@ -247,6 +247,9 @@ def test_bd3lm_in_small_blocks(tmp_path: Path, block: int) -> None:
     agree(family["small"], rows)
     agree(convert.load(folder, dtype="float64", fold=False)["small"], rows)
     agree(convert.load(folder)["small"], rows, tolerance=1e-4)
+    silent = write(tmp_path / "silent", state, CONFIG)
+    agree(convert.load(silent, dtype="float64", block_length=block)["silent"], rows)  # what the user says counts
+    assert convert.load(folder, block_length=0).block_length == convert.load(folder, block_length=99).block_length == 0
     convert.convert(folder, tmp_path / "family")
     agree(Family.load(tmp_path / "family", dtype="float64")["small"], rows)  # the length of blocks is stored
     samples = sample(family, "heavy", n=3, steps=2, batch_size=2)
@@ -403,6 +406,9 @@ def test_sedd_bin_and_refusals(tmp_path: Path) -> None:
         convert.load(write(tmp_path / "s", {k: v for k, v in state.items() if k != "blocks.0.norm1.weight"}, SEDD))
     with pytest.raises(UserError, match="uniform"):
         convert.load(write(tmp_path / "u", state, SEDD | {"graph": {"type": "uniform"}}))
+    for noise in ("geometric", {"type": "geometric"}, ["geometric"]):
+        with pytest.raises(UserError, match=r"with noise .*geometric"):
+            convert.load(write(tmp_path / "g", state, SEDD | {"noise": noise}))
     safetensors.torch.save_file(state, tmp_path / "alone.safetensors")
     with pytest.raises(UserError, match="time_conditioning"):
         convert.load(tmp_path / "alone.safetensors")
