@@ -155,8 +155,11 @@ class Adapter(TrunkAndHead):
             logits_BLV = expected.logits if hasattr(expected, "logits") else expected[0]
             ours_BLV = self.logits(tokens_BL, torch.ones(1))
             same = torch.allclose(ours_BLV, logits_BLV.to(ours_BLV), rtol=1e-2, atol=1e-2)
+            finite = bool(ours_BLV.isfinite().all())
         except Exception as error:  # of a model that wants other inputs, or has another head
             raise UserError(f"{where}: {name} cannot be run on tokens alone ({reason(error)})") from None
+        if not finite:
+            raise UserError(f"{where}: the logits of {name} are not finite numbers")
         if not same:
             raise UserError(f"{where}: {name} does more between trunk and logits than relaylm knows")
 

@@ -163,8 +163,8 @@ def _licence(found: list[Found]) -> str | None:
     for one in found:
         card = one.files[0].parent / "README.md"
         if card.is_file():
-            text = card.read_text(encoding="utf-8", errors="replace")
-            if match := re.match(r"---\n(?:.*\n)*?license:\s*[\"']?([\w.+-]+)", text):
+            front = card.read_text(encoding="utf-8", errors="replace").split("\n---", 1)[0]
+            if match := re.match(r"---\n(?:.*\n)*?license:[ \t]*[\"']?(\w[\w.+-]*)", front):
                 return match.group(1)
     return None
 

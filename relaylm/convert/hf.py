@@ -27,7 +27,7 @@ from relaylm.convert.adapter import Adapter, Shape
 from relaylm.convert.tensors import Found, Options, Shapes, number, open_safetensors, real, weight_files
 from relaylm.errors import UserError, reason
 from relaylm.files import read_object
-from relaylm.models.denoiser import check_tensors
+from relaylm.models.denoiser import check_floats, check_tensors
 
 
 @dataclass(frozen=True)
@@ -206,6 +206,7 @@ def open_folder(folder: Path, name: str, options: Options, tokenizer_mask: int |
     missing: list[str] = []
     if kind is None:
         config = {key: value for key, value in stored.items() if key not in DROPPED}
+        check_floats({key: lazy for key, lazy in tensors.items() if not SPARE.search(key)}, folder)
     else:
         config = _llada_config(stored, path) if kind.format == "llada" else _qwen_config(kind, stored, path)
         mask_id = kind.mask if config["vocab_size"] in kind.vocabularies else tokenizer_mask

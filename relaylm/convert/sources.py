@@ -64,6 +64,8 @@ def _parts(source: Source | Sequence[Source], revision: str | None = None) -> li
             raise _Unknown(f"a checkpoint is a file, a folder, a hub id or a list of them, not {brief(source)}")
         return [part for one in source for part in _parts(one, revision)]
     text = str(source)
+    if exists(source) and revision is not None:
+        raise UserError(f"a revision is for a family on the Hugging Face hub, but {text!r} is here")
     if exists(source):
         path = expand(source)
         name = path.resolve().name if path.is_dir() else path.stem

@@ -137,7 +137,6 @@ class Stored:
     folder: Path
     manifest: dict[str, Any]
     dtype: torch.dtype
-    narrow: bool = False
     marks: dict[str, str] = field(default_factory=dict, repr=False)
 
 
@@ -329,8 +328,13 @@ class Family:
     @property
     def precision(self) -> str:
         """What the models compute in, in words; it affects the bits of a sample."""
-        narrow = ", narrow residual" if any(getattr(model, "narrow", False) for model in self.models.values()) else ""
+        narrow = ", narrow residual" if self.narrow else ""
         return ("as given" if self.stored is None else str(self.stored.dtype).removeprefix("torch.")) + narrow
+
+    @property
+    def narrow(self) -> bool:
+        """True if a model's residual stream is in the blocks' type."""
+        return any(getattr(model, "narrow", False) for model in self.models.values())
 
     @classmethod
     def load(
@@ -403,5 +407,5 @@ def load_family(
         manifest["roles"]["heavy"],
         where,
         manifest["meta"],
-        Stored(folder, manifest, chosen, narrow, {key: mark(model) for key, model in models.items()}),
+        Stored(folder, manifest, chosen, {key: mark(model) for key, model in models.items()}),
     )

@@ -179,6 +179,30 @@ def test_options_of_the_wrong_kind_are_refused(tmp_path: Path, option: dict[str,
         convert.load(sources[0])
 
 
+@pytest.mark.parametrize(
+    ("card", "licence"),
+    [
+        ("---\ntags:\n- x\nlicense: 'apache-2.0'\n---\n# Text\nlicense: mit\n", "apache-2.0"),
+        ("---\ntags:\n- x\n---\n# Text\nlicense: mit\n", "unknown"),
+        ("---\nlicense:\n- mit\n---\n", "unknown"),
+        ("license: mit\n", "unknown"),
+    ],
+)
+def test_the_licence_is_that_of_the_cards_head(tmp_path: Path, card: str, licence: str) -> None:
+    sources, _ = two_of("mdlm", tmp_path)
+    (tmp_path / "1b" / "README.md").write_text(card)
+    family = Family.load(convert.convert(sources[0], tmp_path / "out"))
+    assert family.meta["license"] == licence
+    assert f'license: "{licence}"' in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_revision_is_for_the_hub(tmp_path: Path) -> None:
+    sources, _ = two_of("mdlm", tmp_path)
+    for ask in (convert.load, convert.describe, Family.load, lambda s, **o: convert.convert(s, tmp_path / "o", **o)):
+        with pytest.raises(UserError, match="a revision is for a family on the Hugging Face hub"):
+            ask(sources[0], revision="main")
+
+
 def test_what_could_not_be_loaded_together_is_not_copied(tmp_path: Path) -> None:
     sources, _ = two_of("llada", tmp_path)
     for ask in (convert.load, convert.describe, lambda s, **o: convert.convert(s, tmp_path / "out", **o)):

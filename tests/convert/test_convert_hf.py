@@ -496,6 +496,15 @@ def test_broken_masked_lm_is_refused_by_name(tmp_path: Path) -> None:
         safetensors.torch.save_file(wrong, path, {"format": "pt"})
         with pytest.raises(UserError, match=name.replace(".", r"\.")):
             convert.load(tmp_path / "m", mask_id=50)
+    for odd, message in (
+        (state[name] * math.nan, "not finite"),
+        (state[name].to(torch.int8), name + " holds torch.int8, expected floating"),
+    ):
+        safetensors.torch.save_file(state | {name: odd}, path, {"format": "pt"})
+        with pytest.raises(UserError, match=message):
+            convert.load(tmp_path / "m", mask_id=50)
+    safetensors.torch.save_file(state | {"bert.embeddings.position_ids": torch.arange(32)}, path, {"format": "pt"})
+    assert convert.load(tmp_path / "m", mask_id=50).length == 32  # older versions stored a buffer
     path.unlink()
     torch.save(state, tmp_path / "m" / "pytorch_model.bin")
     with pytest.raises(UserError, match="safetensors"):
