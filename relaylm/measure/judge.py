@@ -322,8 +322,8 @@ def _own_judge(family: Family) -> Judge:
 def weights_digest(module: torch.nn.Module) -> str:
     """A sha256 of every parameter and buffer (names, shapes, types and bytes), and of the architecture of a network
     that has one: how many heads there are, or what a position sees, does not show in tensors."""
-    architecture = getattr(module, "architecture", None)
-    shape = "" if architecture is None else json.dumps(architecture.to_json(), sort_keys=True)
+    numbers = getattr(getattr(module, "architecture", None), "to_json", None)
+    shape = "" if numbers is None else json.dumps(numbers(), sort_keys=True)
     total = hashlib.sha256(shape.encode())
     for name, value in sorted(module.state_dict().items()):
         total.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())

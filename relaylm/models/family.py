@@ -234,12 +234,15 @@ class Family:
         """Move the models, in place; `dtype` as in `load`, None leaves it."""
         device = pick_device(device)
         chosen = None if dtype is None else pick_dtype(dtype, device)
+        for name, model in self.models.items():
+            if chosen is not None and hasattr(model, "to") and not hasattr(model, "cast"):
+                raise UserError(f"{name} keeps the number type that it was loaded in: give dtype to Family.load")
         stored, loaded = self.stored, self._loaded()
         # Rounded weights are those of the files in fewer digits; digits that were lost do not come back.
         rounds = stored is not None and chosen is not None and chosen.itemsize < stored.dtype.itemsize
         same = [what for what in loaded if rounds and self.entry(what) is not None]
         for model in loaded.values():
-            if isinstance(model, Transformer):
+            if hasattr(model, "cast"):
                 place(model, device, chosen)
             elif hasattr(model, "to"):
                 model.to(device)

@@ -18,9 +18,12 @@ from test_convert_smdm import published as smdm_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from relaylm import convert
+from relaylm.cli.main import main
 from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
+from relaylm.measure.evaluate import model_key
+from relaylm.measure.timing import time_call
 from relaylm.models.family import Family
 from relaylm.sampling.denoise import denoise
 from relaylm.sampling.sample import sample
@@ -119,6 +122,34 @@ def test_sources_with_commas_and_names(tmp_path: Path) -> None:
         convert.load(sources, colour="red")
 
 
+@pytest.mark.parametrize("kind", ["sedd", "smdm", "llada"])
+def test_commands_run_on_what_was_converted(tmp_path: Path, kind: str) -> None:
+    sources, options = two_of(kind, tmp_path)
+    folder = str(convert.convert(sources, tmp_path / "out", **options))
+    out = tmp_path / "out.json"
+    assert main(["sample", "--family", folder, "--length", "8", "--json", str(out)]) == 0
+    assert len(json.loads(out.read_text())["tokens"][0]) == 8
+
+
+def test_smdm_in_a_store(tmp_path: Path) -> None:
+    sources, options = two_of("smdm", tmp_path)
+    family, again, other = (convert.load(sources, **options | {"heads": heads}) for heads in (2, 2, 4))
+    assert time_call(family, family.heavy, 8, 8, 2, measure=False) is None  # its time is not known, but could be
+    keys = [[model_key(one, name) for name in one.names] for one in (family, again, other)]
+    assert keys[0] == keys[1] and len({*keys[0], *keys[2]}) == 4  # the number of heads is in no tensor
+
+
+def test_number_types_after_loading(tmp_path: Path) -> None:
+    sources, options = two_of("smdm", tmp_path)
+    family = convert.load(sources, **options).to("cpu", "bfloat16")
+    model: Any = family[family.heavy]
+    assert model.h[0].qkv.dtype == torch.bfloat16 and model.wte.dtype == torch.float32
+    llada, _ = two_of("llada", tmp_path / "l")
+    with pytest.raises(UserError, match="1b keeps the number type that it was loaded in"):
+        convert.load(llada).to("cpu", "bfloat16")
+    assert convert.load(llada).to("cpu").device.type == "cpu"
+
+
 @pytest.mark.parametrize("kind", ["mdlm", "sedd", "smdm", "llada"])
 def test_a_converted_folder_is_the_same_family(tmp_path: Path, kind: str) -> None:
     sources, options = two_of(kind, tmp_path)
@@ -131,6 +162,8 @@ def test_a_converted_folder_is_the_same_family(tmp_path: Path, kind: str) -> Non
     tokens, t = torch.full((1, 8), before.mask_id), torch.full((1,), 0.5)
     for name in before.names:
         torch.testing.assert_close(after[name].logits(tokens, t), before[name].logits(tokens, t), rtol=1e-5, atol=1e-5)
+    if kind == "smdm":  # what the folder remembers, and what the user says now
+        assert after.length == 8 and convert.load(folder, length=6).length == 6
     with pytest.raises(UserError, match="not empty"):
         convert.convert(sources, tmp_path / "out", **options)
     convert.convert(sources, tmp_path / "out", overwrite=True, **options)

@@ -444,6 +444,15 @@ def test_cost_is_that_of_the_products(tmp_path: Path, kind: str) -> None:
         assert counted.get_total_flops() == 2 * model.flops(10, k)
 
 
+def test_cost_after_finished_blocks_is_that_of_the_products(tmp_path: Path) -> None:
+    qwen(tmp_path / "m", "sdar", block_size=2)
+    model: Any = convert.load(tmp_path / "m")["m"]
+    past = model.extend(TOKENS[:, :8])
+    with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
+        model.head(model.hidden_at(TOKENS[:, 8:], T, POSITIONS[:, 1:2] * 0, past))
+    assert counted.get_total_flops() == 2 * model.flops(2, 1, past=8)
+
+
 class Widths(TorchDispatchMode):
     """Every result that has a row of the vocabulary: how many such rows it has."""
 
@@ -517,6 +526,9 @@ def test_configurations_beyond_the_published_ones_are_refused(tmp_path: Path) ->
         folder, _ = llada(tmp_path / "m", **change)
         with pytest.raises(UserError, match=next(iter(change))):
             convert.load(folder)
+    folder, _ = llada(tmp_path / "r", mlp_hidden_size=None)  # then it is the ratio, 2, of the width
+    with pytest.raises(UserError, match=rf"expected \({2 * D}, {D}\)"):
+        convert.load(folder)
     for change in ({"use_sliding_window": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": -1}, {"rope_theta": [1]}):
         folder, _ = dream(tmp_path / "d", **change)
         with pytest.raises(UserError, match=next(iter(change))):

@@ -266,6 +266,27 @@ def test_flops_are_those_that_are_done(kind: str, positions: int | None) -> None
     assert counter.get_total_flops() == 2 * model.flops(11, positions)
 
 
+@pytest.mark.parametrize("positions", [None, 3])
+def test_flops_after_finished_blocks_are_those_that_are_done(positions: int | None) -> None:
+    model = network(replace(PLAIN, block_length=4))
+    tokens_BL, t_B = batch(PLAIN, 12, rows=2)
+    at_BK = None if positions is None else torch.tensor([[0, 1, 3], [2, 1, 0]])
+    with torch.no_grad():
+        past = model.extend(tokens_BL[:, :8])
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            model.head(model.hidden_at(tokens_BL[:, 8:], t_B, at_BK, past))
+    assert counter.get_total_flops() == 2 * model.flops(4, positions, past=8)
+
+
+def test_flops_of_a_judge_at_some_positions() -> None:
+    """Its last block is not pruned, so all that is saved is the head."""
+    model = network(CAUSAL)
+    tokens_BL, t_B = batch(CAUSAL, 11, rows=2)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model.logits_at(tokens_BL, t_B, torch.tensor([[0, 1, 3], [2, 1, 0]]))
+    assert counter.get_total_flops() == 2 * model.flops(11, 3)
+
+
 def test_any_function_is_a_denoiser() -> None:
     table = torch.randn(6, 9)
     wrapped = FromLogits(lambda tokens_BL, t_B: table[tokens_BL] * t_B[:, None, None])

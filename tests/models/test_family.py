@@ -110,6 +110,8 @@ def test_names() -> None:
     for ask in (lambda: family.roles("5b", None), lambda: family.check_names(["4b", "5b"]), lambda: family["5b"]):
         with pytest.raises(UserError, match="no model '5b' in this family: it has 4b"):
             ask()
+    both = Family({"d4": network(), "4b": network(2)}, mask_id=27, vocab_size=28, length=16)
+    assert both.named("4b") == "4b" and both.named("d4") == "d4" and family.named("d4") == "4b"
     for bad in ("L", "H", "heavy", "sandwich", "judge", "", "-a", "a b", "../a", "é", ".a", "a/b"):
         with pytest.raises(UserError, match="cannot name a model"):
             Family({bad: network()}, mask_id=27, vocab_size=28, length=16)
@@ -875,6 +877,9 @@ def test_describe(folder: Path) -> None:
     )
     assert about["bytes"] == sum(path.stat().st_size for path in folder.rglob("[!.]*") if path.is_file())
     assert about["missing"] == []
+    thin = save_family(folder.parent / "thin", {"a": network(2, mlp_ratio=2)}, TEXT8, length=16)
+    about, loaded = describe(thin)["models"]["a"], Family.load(thin)
+    assert (about["flops_per_call"], about["flops_full"]) == (loaded["a"].flops(16, 1), loaded["a"].flops(16))
     (folder / "big/model-00001-of-00001.safetensors").unlink()
     assert describe(folder)["missing"] == ["big/model-00001-of-00001.safetensors"]
     edit(folder, set_("length", to=10**400))
