@@ -113,6 +113,8 @@ def test_sources_with_commas_and_names(tmp_path: Path) -> None:
     assert convert.load([sources[0], sources[0]]).names == ("1b", "1b-2")
     again = convert.load([*sources, sources[0], sources[0]], names=["a", "a-2", "a", "a"])
     assert sorted(again.names) == ["a", "a-2", "a-3", "a-4"]  # none takes the place of another
+    short = mdlm_write(tmp_path / "short", mdlm_state(1), CONFIG | {"n_blocks": 1, "model_length": 6})
+    assert convert.load([*sources, short]).length == convert.describe([*sources, short])["length"] == 6
     for names in ("ab", [1, 2]):
         with pytest.raises(UserError, match="names must be a list of text"):
             convert.load(sources, names=names)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import json
 import math
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -643,6 +644,14 @@ def test_the_end_of_a_turn_is_found_without_a_tokenizer_json(tmp_path: Path) -> 
     folder, _ = dream(tmp_path / "dream")
     (folder / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 7, "<|im_start|>": 8}))
     assert convert.load(folder).meta["eos_ids"] == [2, 7]
+
+
+def test_texts_end_with_the_tokenizers_own_token_where_the_model_says_none() -> None:
+    words = SimpleNamespace(eos_id=3, decode=lambda ids: " ".join(map(str, ids)))
+    family: Any = SimpleNamespace(tokenizer=words, meta={})
+    assert convert.texts(family, [[3, 1, 3, 2], [1, 2, 4, 5]], start=1) == ["1", "2 4 5"]
+    family.meta = {"eos_ids": [4, 5]}
+    assert convert.texts(family, [[3, 1, 3, 2], [1, 2, 4, 5]]) == ["3 1 3 2", "1 2"]
 
 
 def test_until_eos() -> None:

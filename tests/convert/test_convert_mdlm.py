@@ -6,6 +6,7 @@ import collections
 import itertools
 import json
 import math
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -339,6 +340,25 @@ def test_lightning_checkpoint_without_a_readable_config_says_what_it_assumes(tmp
     agree(family["a"], expected(raw))
     assert any("conditioned on time" in note for note in family.meta["missing"])
     assert any("1024 is assumed" in note for note in convert.describe(path)["missing"])
+    odd = {"config": {"model": {"n_heads": "${heads}", "length": "${length}"}}}
+    path = checkpoint(tmp_path / "o.ckpt", raw, raw, odd, "backbone.")
+    agree(convert.load(path, dtype="float64")["o"], expected(raw))
+    torn = {key: value for key, value in raw.items() if ".blocks.1." not in key}
+    with pytest.raises(UserError, match=r"blocks\.1\.norm1\.weight is missing"):  # there is a block 2, so there was a 1
+        convert.load(checkpoint(tmp_path / "torn.ckpt", torn, torn, {}, "backbone."), ema=False)
+
+
+@pytest.mark.parametrize(("vocab_size", "mask"), [(35, 4), (30_522, 103), (50_258, 50_257), (11, 10)])
+def test_the_mask_of_the_published_vocabularies(tmp_path: Path, vocab_size: int, mask: int) -> None:
+    """text8 in MDLM's repository: seven special tokens of which the mask is the fifth, then letters and a space."""
+    state = published(blocks=1)
+    for name in ("vocab_embed.embedding", "output_layer.linear.weight", "output_layer.linear.bias"):
+        state["backbone." + name] = torch.zeros(vocab_size, *state["backbone." + name].shape[1:])
+    folder = write(tmp_path / "m", state, CONFIG | {"vocab_size": vocab_size, "n_blocks": 1})
+    alone = shutil.copy(folder / "model.safetensors", tmp_path / "alone.safetensors")
+    assert convert.describe(folder)["mask_id"] == convert.describe(alone)["mask_id"] == mask
+    assert any("last one is assumed" in note for note in convert.describe(alone)["missing"]) == (vocab_size == 11)
+    assert convert.describe(alone, mask_id=7)["mask_id"] == 7
 
 
 def test_lightning_checkpoint_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,6 +266,19 @@ def test_flops_are_those_that_are_done(kind: str, positions: int | None) -> None
     assert counter.get_total_flops() == 2 * model.flops(11, positions)
 
 
+def test_tables_made_from_weights_follow_them() -> None:
+    model = network(BIASED)
+    table_VX = model.first_qkv()
+    assert model.first_qkv() is table_VX  # made once
+    with torch.no_grad():
+        model.vocab_embed.embedding[5] += 1
+    again_VX = model.first_qkv()
+    moved_V = (again_VX != table_VX).any(dim=1)
+    assert moved_V.nonzero().flatten().tolist() == [5]
+    model.load_state_dict(network(BIASED, seed=1).state_dict())
+    assert torch.equal(model.first_qkv(), network(BIASED, seed=1).first_qkv())
+
+
 @pytest.mark.parametrize("positions", [None, 3])
 def test_flops_after_finished_blocks_are_those_that_are_done(positions: int | None) -> None:
     model = network(replace(PLAIN, block_length=4))

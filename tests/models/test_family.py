@@ -24,7 +24,7 @@ from relaylm.errors import UserError
 from relaylm.models import folder as folders
 from relaylm.models.about import describe, list_families
 from relaylm.models.denoiser import Architecture, FromLogits, Transformer
-from relaylm.models.family import Family, bundled, mark, pick_device
+from relaylm.models.family import BUNDLED, Family, bundled, mark, pick_device
 from relaylm.models.folder import save_family
 from relaylm.models.tokenizer import ByteTokenizer, JsonTokenizer, Text8Tokenizer
 
@@ -135,9 +135,14 @@ def test_models_that_do_not_belong_together() -> None:
             Family(**{"models": {"a": FromLogits(table)}, "mask_id": 3, "vocab_size": 4, "length": 3, **change})
 
 
-@pytest.mark.parametrize(("n", "length", "width", "rows"), [(100, 256, 256, 16), (3, 256, 256, 3), (100, 4096, 768, 1)])
+@pytest.mark.parametrize(
+    ("n", "length", "width", "rows"),
+    [(100, 256, 256, 16), (3, 256, 256, 3), (100, 4096, 768, 1), (100, 256, 8, 16), (100, 256, 4096, 4)],
+)
 def test_batch_size_on_the_cpu(n: int, length: int, width: int, rows: int) -> None:
-    one = network(width=width, length=4096)
+    """A million activations, but 1024 to 4096 tokens."""
+    one: Any = FromLogits(table)
+    one.architecture = types.SimpleNamespace(width=width, length=4096)
     assert Family({"a": one}, mask_id=27, vocab_size=28, length=4096).batch_size(n, length) == rows
 
 
@@ -179,6 +184,10 @@ def test_round_trip_is_bit_exact(tmp_path: Path) -> None:
     assert same(family.twins["small"].state_dict(), options["twins"]["small"].state_dict())
     again = Family.from_pretrained(family.save_pretrained(tmp_path / "again"))
     assert same(weights(again), weights(family)) and again.judge is not None and again.name == "a name"
+    assert again.meta == {"steps": 3}
+    turned = dataclasses.replace(family, light="big", heavy="small")
+    again = Family.load(turned.save_pretrained(tmp_path / "turned"))
+    assert (again.light, again.heavy) == ("big", "small")
     assert not [path for path in folder.parent.iterdir() if path.name.startswith(".")]
 
 
@@ -249,17 +258,21 @@ def test_digits_that_rounding_lost_do_not_come_back(tmp_path: Path) -> None:
     assert family.to("cpu", "bfloat16").digest == digest  # as a family loaded in bfloat16
     assert family.to("cpu", "float32").digest is None  # rounded weights, which float32 would not have
     assert family.to("cpu", "bfloat16").digest == digest
+    assert family.to("cpu", "float16").digest is None  # as many bits, other digits
+    family = Family.load(tmp_path / "a", dtype="bfloat16")
     CHANGES["in place"](family["big"])
     assert family.to("cpu", "bfloat16").digest is None
 
 
 def test_a_saved_family_keeps_its_texts_and_tables(tmp_path: Path) -> None:
-    folder = save_family(tmp_path / "a", **two(heldout="not seen in training\n", card="# Mine"))
+    pairs = json.loads((BUNDLED / "wiki-char" / "pairs.json").read_text())
+    folder = save_family(tmp_path / "a", **two(heldout="not seen in training\n", card="# Mine", pairs=pairs))
     family = Family.load(folder)
     again = Family.load(family.save_pretrained(tmp_path / "b"))
     assert again.heldout is not None and again.heldout.read_text() == "not seen in training\n"
     family.save_pretrained(folder, overwrite=True, name="renamed")  # over the folder that it was loaded from
     assert (folder / "heldout.txt").read_text() == "not seen in training\n"
+    assert json.loads((folder / "pairs.json").read_text()) == pairs
     assert (folder / "README.md").read_text().endswith("# Mine")
 
 
@@ -896,6 +909,10 @@ def test_list_families(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(entry["source"], entry["error"] is None) for entry in mine] == [("broken", False), ("fam", True)]
     assert mine[1]["models"] == ["small", "big"] and mine[1]["length"] == 16
     assert [entry["source"] for entry in list_families(folder) if not entry["bundled"]] == [str(folder)]
+    for deep in ("a/b/c", "a/b/d/e", ".hidden/f"):
+        shutil.copytree(folder, folder.parent / deep)
+    found = {entry["source"] for entry in list_families() if not entry["bundled"]}
+    assert found == {"broken", "fam", "a/b/c"}  # three folders deep, none of them hidden
 
 
 def test_one_bad_family_does_not_hide_the_others(folder: Path) -> None:
