@@ -119,7 +119,7 @@ def _qwen_config(kind: Kind, config: dict[str, Any], where: Path) -> dict[str, A
     ours: dict[str, Any] = {key: number(config, key, where) for key in keys}
     ours["num_key_value_heads"] = number(config, "num_key_value_heads", where, ours["num_attention_heads"])
     rope = config["rope_parameters"] if isinstance(config.get("rope_parameters"), dict) else {}
-    scaled = config.get("rope_scaling") or rope.get("rope_type", "default") != "default"
+    scaled = _scaled(config.get("rope_scaling")) or _scaled(rope)
     other = config.get("hidden_act", "silu") != "silu"
     unknown = {"use_sliding_window": config.get("use_sliding_window"), "scaled rotary positions": scaled}
     for key, there in (unknown | {"another hidden_act than silu": other}).items():
@@ -134,6 +134,13 @@ def _qwen_config(kind: Kind, config: dict[str, Any], where: Path) -> dict[str, A
         "rope_theta": real(config if config.get("rope_theta") else rope, "rope_theta", where, 10_000.0),
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
     }
+
+
+def _scaled(rope: Any) -> bool:
+    """Does a description of rotary positions ask for more than the plain ones?"""
+    if not isinstance(rope, dict):
+        return bool(rope)
+    return "factor" in rope or rope.get("rope_type", rope.get("type", "default")) != "default"
 
 
 def block_length(kind: Kind, config: dict[str, Any], name: str, options: Options) -> tuple[int, list[str]]:

@@ -534,6 +534,21 @@ def test_configurations_beyond_the_published_ones_are_refused(tmp_path: Path) ->
         folder, _ = dream(tmp_path / "d", **change)
         with pytest.raises(UserError, match=next(iter(change))):
             convert.load(folder)
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    for change in ({"rope_scaling": yarn}, {"rope_parameters": yarn}, {"rope_scaling": {"type": "linear"}}):
+        folder, _ = dream(tmp_path / "d", **change)
+        with pytest.raises(UserError, match="scaled rotary positions"):
+            convert.load(folder)
+
+
+def test_plain_rotary_positions_in_every_spelling(tmp_path: Path) -> None:
+    plain = {"rope_type": "default"}
+    for change in ({"rope_scaling": plain}, {"rope_theta": None, "rope_parameters": plain | {"rope_theta": 1e6}}):
+        folder, state = dream(tmp_path / "d", **change)
+        model: Any = convert.load(folder)["d"]
+        raw = np.stack([transcription(state, row.numpy(), 1e6, 1e-6) for row in TOKENS])
+        expected = torch.from_numpy(shifted(raw)).float()
+        torch.testing.assert_close(model.logits(TOKENS, T), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_published_parameter_counts() -> None:
@@ -547,6 +562,20 @@ def test_published_parameter_counts() -> None:
     assert parameters("dream", 3584, 18_944, 152_064, 28, 28, kv=4) == 7_615_616_512
     sdar_17b = parameters("sdar", 2048, 6144, 151_936, 28, 16, kv=8, head=128)
     assert sdar_17b * 2 // 10**7 == 406  # model.safetensors has 4.06 GB
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocab_size", "mask"),
+    [("llada", 126_464, 126_336), ("dream", 152_064, 151_666), ("sdar", 151_936, 151_669),
+     ("fast_dllm_qwen", 151_936, 151_665), ("fast_dllm_qwen", 152_064, 151_665)],
+)  # fmt: skip
+def test_published_masks(tmp_path: Path, kind: str, vocab_size: int, mask: int) -> None:
+    """Of LLaDA-8B, Dream-7B, SDAR and Fast-dLLM v2, whose configurations do not all say it."""
+    folder, state = llada(tmp_path / "m") if kind == "llada" else qwen(tmp_path / "m", kind, biases=kind != "sdar")
+    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": vocab_size, "embedding_size": vocab_size}
+    del config["mask_token_id"]
+    big = {name: torch.zeros(vocab_size, D) if len(value) == V else value for name, value in state.items()}
+    assert convert.describe(write(folder, big, config))["mask_id"] == mask
 
 
 def test_llada_and_dream_cannot_take_turns(tmp_path: Path) -> None:

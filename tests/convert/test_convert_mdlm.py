@@ -248,6 +248,9 @@ def test_bd3lm_in_small_blocks(tmp_path: Path, block: int) -> None:
     agree(family["small"], rows)
     agree(convert.load(folder, dtype="float64", fold=False)["small"], rows)
     agree(convert.load(folder)["small"], rows, tolerance=1e-4)
+    default = {key: value for key, value in BD3LM.items() if key != "cross_attn"}
+    about = convert.describe(write(tmp_path / "d", state, default | {"block_size": block}))
+    assert about["models"]["d"]["block_length"] == block
     silent = write(tmp_path / "silent", state, CONFIG)
     agree(convert.load(silent, dtype="float64", block_length=block)["silent"], rows)  # what the user says counts
     assert convert.load(folder, block_length=0).block_length == convert.load(folder, block_length=99).block_length == 0
@@ -315,7 +318,7 @@ def test_lightning_checkpoint_gives_the_averaged_weights(
     agree(convert.load(path, dtype="float64", time_conditioning=False)["best"], expected(averaged))
 
 
-@pytest.mark.parametrize(("stored", "block"), [(4, 4), ("${model.length}", 0)])
+@pytest.mark.parametrize(("stored", "block"), [(4, 4), (LENGTH, 0), ("${model.length}", 0)])
 def test_lightning_checkpoint_of_bd3lm_has_its_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: Any, block: int
 ) -> None:
