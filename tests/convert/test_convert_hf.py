@@ -420,9 +420,25 @@ def test_masks_of_no_token_are_refused_before_anything_is_written(tmp_path: Path
     assert not (tmp_path / "out").exists()
     folder, _ = llada(tmp_path / "n", mask_token_id=None)  # null is as good as nothing
     backend = Backend(WordLevel({"x": 0, "y": 1}, unk_token="x"))
-    backend.add_special_tokens(["[MASK]"])
+    backend.add_special_tokens(["[MASK]", "<other>"])
     (folder / "tokenizer.json").write_text(backend.to_str())
     assert convert.load(folder).mask_id == 2 and convert.load(folder, mask_id=9).mask_id == 9
+    other = convert.load(folder, mask_id=3)  # of several special tokens the model's own
+    assert other.tokenizer is not None and other.mask_id == other.tokenizer.mask_id == 3
+    with pytest.raises(UserError, match="mask 1 is an ordinary token"):
+        convert.load(folder, mask_id=1)
+
+
+def test_embeddings_that_are_padded_count(tmp_path: Path) -> None:
+    folder, _ = llada(tmp_path / "m", vocab_size=V - 2)  # and embedding_size V, as OLMo rounds up
+    assert convert.load(folder).vocab_size == V
+
+
+def test_a_head_that_does_more_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    masked_lm(tmp_path / "m")
+    monkeypatch.setattr("relaylm.convert.adapter._head_parts", lambda model: (model.cls.predictions.decoder,))
+    with pytest.raises(UserError, match="BertForMaskedLM does more between trunk and logits"):
+        convert.load(tmp_path / "m", mask_id=50)
 
 
 def test_a_model_that_wants_more_than_tokens_is_refused(tmp_path: Path) -> None:
@@ -534,6 +550,9 @@ def test_configurations_beyond_the_published_ones_are_refused(tmp_path: Path) ->
         folder, _ = dream(tmp_path / "d", **change)
         with pytest.raises(UserError, match=next(iter(change))):
             convert.load(folder)
+    folder, _ = qwen(tmp_path / "s", "sdar", attention_bias=True)
+    with pytest.raises(UserError, match="attention_bias"):
+        convert.load(folder)
     yarn = {"rope_type": "yarn", "factor": 4.0}
     for change in ({"rope_scaling": yarn}, {"rope_parameters": yarn}, {"rope_scaling": {"type": "linear"}}):
         folder, _ = dream(tmp_path / "d", **change)

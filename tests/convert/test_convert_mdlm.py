@@ -202,6 +202,15 @@ def test_a_renamed_or_missing_tensor_is_refused_by_name(tmp_path: Path, name: st
             convert.load(write(tmp_path / "m", broken, CONFIG))
 
 
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", published(), CONFIG)
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    agree(convert.load(folder, dtype="float64")["m"], expected(published()))
+    shutil.copy(folder / "a.safetensors", folder / "b.safetensors")
+    with pytest.raises(UserError, match=r"b\.safetensors: tensor .* is there a second time"):
+        convert.load(folder)
+
+
 @pytest.mark.parametrize("name", ["backbone.blocks.2.attn_qkv.weight", "backbone.output_layer.linear.weight"])
 def test_a_transposed_tensor_is_refused_by_name(tmp_path: Path, name: str) -> None:
     state = published()
@@ -346,6 +355,10 @@ def test_lightning_checkpoint_without_a_readable_config_says_what_it_assumes(tmp
     odd = {"config": {"model": {"n_heads": "${heads}", "length": "${length}"}}}
     path = checkpoint(tmp_path / "o.ckpt", raw, raw, odd, "backbone.")
     agree(convert.load(path, dtype="float64")["o"], expected(raw))
+    bare = {key: value for key, value in raw.items() if "inv_freq" not in key}
+    for heads in (1, HEADS):  # which then stand in the configuration alone
+        path = checkpoint(tmp_path / "b.ckpt", bare, raw, {"config": {"model": {"n_heads": heads}}}, "backbone.")
+        assert convert.load(path, ema=False)["b"].architecture.heads == heads  # type: ignore[attr-defined]
     torn = {key: value for key, value in raw.items() if ".blocks.1." not in key}
     with pytest.raises(UserError, match=r"blocks\.1\.norm1\.weight is missing"):  # there is a block 2, so there was a 1
         convert.load(checkpoint(tmp_path / "torn.ckpt", torn, torn, {}, "backbone."), ema=False)

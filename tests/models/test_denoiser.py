@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from relaylm.errors import UserError
 from relaylm.models.denoiser import Architecture, Denoiser, FromLogits, Transformer, build, expected_shapes
+from relaylm.models.layers import block_mask
 
 PLAIN = Architecture(vocab_size=23, length=12, width=24, depth=3, heads=3)
 ADALN = replace(PLAIN, adaln=True, cond_dim=10)
@@ -264,6 +265,14 @@ def test_flops_are_those_that_are_done(kind: str, positions: int | None) -> None
         else:
             model.logits_at(tokens_BL, t_B, torch.zeros(2, positions, dtype=torch.long))
     assert counter.get_total_flops() == 2 * model.flops(11, positions)
+
+
+def test_what_a_position_of_a_block_sees() -> None:
+    """Positions 3, 4 and 5 in blocks of four, after three finished ones."""
+    sees_LY = block_mask(3, 3, 4, torch.device("cpu"))
+    assert sees_LY is not None and sees_LY.int().tolist() == [[1, 1, 1, 1, 0, 0], [1] * 6, [1] * 6]
+    assert block_mask(2, 3, 4, torch.device("cpu")).int().tolist() == [[1, 1, 1, 1, 0], [1] * 5]  # type: ignore[union-attr]
+    assert block_mask(4, 8, 4, torch.device("cpu")) is None  # one block sees itself and all before it
 
 
 def test_tables_made_from_weights_follow_them() -> None:

@@ -159,11 +159,16 @@ def test_batch_size_on_cuda(monkeypatch: pytest.MonkeyPatch, free: int, length: 
     assert family.batch_size(1000, length) == rows and family.batch_size(1, length) == 1
 
 
-def test_devices() -> None:
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_device("auto").type in ("cpu", "cuda", "mps")
     for bad in ("gpu", "xpu", "meta", "cuda:99"):
         with pytest.raises(UserError, match=r"write auto"):
             pick_device(bad)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device("cuda:1") == torch.device("cuda:1") and pick_device("cuda").index is None
+    with pytest.raises(UserError, match="no cuda:2"):
+        pick_device("cuda:2")
 
 
 # ------------------------------------------------------------------------------------------------------- round trips
