@@ -394,6 +394,20 @@ def test_lightning_checkpoint_is_refused_by_name(tmp_path: Path, monkeypatch: py
     hyper = {"config": stub_config({"algo": {"name": "duo"}}, monkeypatch)}
     with pytest.raises(UserError, match="uniform-state"):
         convert.load(checkpoint(path, raw, raw, hyper, "backbone."))
+    for left in ({"parameterization": "ar"}, {"algo": {"name": "ar"}}):
+        with pytest.raises(UserError, match="a left-to-right model"):
+            convert.load(checkpoint(path, raw, raw, {"config": left}, "backbone."))
+
+
+def test_lightning_checkpoint_without_an_average_says_so(tmp_path: Path) -> None:
+    raw = published()
+    torch.save({"state_dict": raw, "ema": None}, tmp_path / "a.ckpt")
+    family = convert.load(tmp_path / "a.ckpt", dtype="float64", length=LENGTH)
+    agree(family["a"], expected(raw))
+    assert family.meta["details"] == {"a": {"weights": "raw"}}
+    assert any("averaged weights" in note for note in family.meta["missing"])
+    quiet = convert.load(tmp_path / "a.ckpt", ema=False).meta["missing"]
+    assert not any("averaged weights" in note for note in quiet)
 
 
 # --------------------------------------------------------------------------------------------------------------- sedd

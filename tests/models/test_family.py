@@ -101,6 +101,9 @@ def test_ordered_from_light_to_heavy() -> None:
     wide = network(1, width=64)  # one block, but more work than three narrow ones
     family = Family({"c": network(3), "w": wide, "a": network(1)}, mask_id=27, vocab_size=28, length=16)
     assert family.names == ("a", "c", "w")
+    one, two = FromLogits(table), FromLogits(table)
+    one.depth, two.depth = 3, 1  # type: ignore[attr-defined]  # which say no cost
+    assert Family({"a": one, "b": two}, mask_id=3, vocab_size=4, length=3).names == ("b", "a")
     assert family.roles(None, None) == ("a", "w") and family.roles("c", "c") == ("c", "c")
     assert family["c"].depth == 3
 
