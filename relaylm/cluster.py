@@ -117,7 +117,8 @@ class Cluster:
             ray = import_module("ray")
         except ImportError:
             raise UserError("a cluster needs Ray: `pip install relaylm[cluster]`") from None
-        if family.stored is None or family.digest is None:
+        self._digest = family.digest
+        if family.stored is None or self._digest is None:
             raise UserError("a cluster needs a family from a folder that all its hosts can read: save this one first")
         if workers is not None and workers < 1:
             raise UserError(f"a cluster has at least one worker, not {workers}")
@@ -169,6 +170,8 @@ class Cluster:
         """(index, function(family, *task)) for each task, in the order in which they are done. `function` is defined at
         the top of a module that workers can import. `stop` is called twice a second; if it returns True, Stopped is
         raised and the running tasks are given up."""
+        if self.family.digest != self._digest:
+            raise UserError("the family was changed after its workers were started: save it, and start them from there")
         waiting = deque(range(len(tasks)))
         running: dict[Any, tuple[int, Any]] = {}
         losses: Counter[int] = Counter()
@@ -209,8 +212,8 @@ class Cluster:
         stored, device = self.family.stored, self.family.device
         assert stored is not None
         actor = self._actor.remote()
-        how = (device.type, stored.dtype, stored.narrow)
-        call = actor.load.remote(str(stored.folder.resolve()), *how, self.family.digest)
+        how = (device.type, stored.dtype, self.family.narrow)
+        call = actor.load.remote(str(stored.folder.resolve()), *how, self._digest)
         self._starting[call] = actor
 
     def _started(self, call: Any) -> None:

@@ -1,13 +1,16 @@
 """Files that are whole or not there: what killed writers leave, and writers at the same time."""
 
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from relaylm import files
+from relaylm.errors import UserError
 
 WRITER = """
 import sys
@@ -32,6 +35,30 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path: Path) ->
     mine.write_text("mine")
     files.atomic_write(path, "whole")
     assert sorted(tmp_path.iterdir()) == sorted([mine, path]) and path.read_text() == "whole"
+
+
+def test_numbers_that_json_lacks(tmp_path: Path) -> None:
+    files.write_json(tmp_path / "a.json", {"a": [math.inf, -math.inf, math.nan], 1: (0.5, "text")})
+    found = files.read_json(tmp_path / "a.json")
+    assert found == {"a": ["inf", "-inf", None], "1": [0.5, "text"]}
+    assert files.with_infinities(found) == {"a": [math.inf, -math.inf, None], "1": [0.5, "text"]}
+
+
+def test_what_relaylm_amended_is_its_own_to_replace(tmp_path: Path) -> None:
+    def fill(text: str) -> Callable[[Path], None]:
+        return lambda new: (new / "model.txt").write_text(text) and None
+
+    folder = files.write_folder(tmp_path / "a", fill("one"), overwrite=False)
+    for value in ([1], [2], [1]):
+        files.amend_folder(folder, "pairs.json", value)
+    files.write_folder(folder, fill("two"), overwrite=True)
+    assert (folder / "model.txt").read_text() == "two" and not (folder / "pairs.json").exists()
+    files.amend_folder(folder, "pairs.json", [3])
+    (folder / "pairs.json").write_text("[4]")  # by someone else, also if it is amended later
+    files.amend_folder(folder, "pairs.json", [5])
+    with pytest.raises(UserError, match=r"pairs\.json in it is not as relaylm wrote it"):
+        files.write_folder(folder, fill("three"), overwrite=True)
+    assert (folder / "model.txt").read_text() == "two"
 
 
 @posix

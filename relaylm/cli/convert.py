@@ -36,6 +36,10 @@ def run(args: argparse.Namespace) -> tools.Result:
     if args.to_mdlm:
         if len(sources) != 1:
             raise UserError("--to-mdlm takes one family and the folder to write")
+        unused = tools.chosen(args, "names tokenizer revision length mask_id heads block_length raw_weights")
+        for name, value in unused.items():
+            if value is not None and value is not False:
+                raise UserError(f"--{name.replace('_', '-')} does not go with --to-mdlm: the family says all of it")
         written = export(sources[0], folder, **tools.chosen(args, "license overwrite"))
     elif families := [source for source in sources if (on_disk(source) / MANIFEST).is_file()]:
         raise UserError(f"{families[0]} is a family of relaylm already: it needs no converting (--to-mdlm goes back)")

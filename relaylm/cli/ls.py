@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tools.Result:
     """List what can be named without a path, and the families under folders."""
     from relaylm.core.schedule import hand_made
-    from relaylm.models.family import list_families
+    from relaylm.models.about import list_families
     from relaylm.train.recipe import load_preset, presets
 
     for folder in args.folder:

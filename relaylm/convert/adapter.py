@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from relaylm.errors import UserError
+from relaylm.errors import UserError, reason
 from relaylm.models.layers import Past, TrunkAndHead, block_mask, take
 
 
@@ -43,11 +43,11 @@ class Adapter(TrunkAndHead):
         self.vocab_size, self.mask_id, self.depth = shape.vocab_size, shape.mask_id, shape.depth
         self.block_length = shape.block_length
         self.trunk, self._head = model.base_model, _head_parts(model)
-        self._matrices = sum(  # the trunk's weights that meet every position
-            value.numel()
-            for name, value in self.trunk.named_parameters()
-            if value.dim() == 2 and "embed" not in name and "pooler" not in name
-        )
+        # Weights that meet every position, and those that meet the ones that are asked for.
+        self._matrices = _products(self.trunk)
+        self._head_matrices = sum(_products(part) for part in self._head)
+        head_dim = getattr(self.trunk.config, "head_dim", None) or shape.width // shape.heads
+        self._attended = shape.heads * head_dim  # Qwen3's heads together may be wider than the trunk
         self._explicit_mask = False
         if self.block_length:
             self._check_blocks()
@@ -73,8 +73,8 @@ class Adapter(TrunkAndHead):
         """Operations of one call on one row; `positions` where logits are asked for, None for everywhere; `past`
         finished ones before them."""
         a, k = self.architecture, length if positions is None else positions
-        trunk = 2 * length * self._matrices + 4 * length * (past + length) * a.width * a.depth
-        return float(trunk + 2 * k * a.width * a.vocab_size)
+        trunk = 2 * length * self._matrices + 4 * length * (past + length) * self._attended * a.depth
+        return float(trunk + 2 * k * self._head_matrices)
 
     def hidden_at(
         self, tokens_BL: Tensor, t_B: Tensor, positions_BK: Tensor | None, past: Past | None = None
@@ -149,17 +149,29 @@ class Adapter(TrunkAndHead):
     @torch.no_grad()
     def check_head(self, where: object) -> None:
         """Trunk and head together must be the model: a two-token row through both ways."""
-        tokens_BL = torch.tensor([[0, self.mask_id]], device=self.device)
-        expected = self.model(input_ids=tokens_BL)
-        logits_BLV = expected.logits if hasattr(expected, "logits") else expected[0]
-        ours_BLV = self.logits(tokens_BL, torch.ones(1))
-        if not torch.allclose(ours_BLV, logits_BLV.to(ours_BLV), rtol=1e-2, atol=1e-2):
-            name = type(self.model).__name__
+        tokens_BL, name = torch.tensor([[0, self.mask_id]], device=self.device), type(self.model).__name__
+        try:
+            expected = self.model(input_ids=tokens_BL)
+            logits_BLV = expected.logits if hasattr(expected, "logits") else expected[0]
+            ours_BLV = self.logits(tokens_BL, torch.ones(1))
+            same = torch.allclose(ours_BLV, logits_BLV.to(ours_BLV), rtol=1e-2, atol=1e-2)
+            finite = bool(ours_BLV.isfinite().all())
+        except Exception as error:  # of a model that wants other inputs, or has another head
+            raise UserError(f"{where}: {name} cannot be run on tokens alone ({reason(error)})") from None
+        if not finite:
+            raise UserError(f"{where}: the logits of {name} are not finite numbers")
+        if not same:
             raise UserError(f"{where}: {name} does more between trunk and logits than relaylm knows")
 
 
+def _products(module: Any) -> int:
+    """How many weights of a module meet each of its inputs."""
+    named = module.named_parameters()
+    return sum(v.numel() for name, v in named if v.dim() == 2 and "embed" not in name and "pooler" not in name)
+
+
 def _head_parts(model: Any) -> tuple[Any, ...]:
-    """The modules that come after the trunk, in order. Each model of transformers has one of these sets."""
+    """The modules that come after the trunk, in order; of a model with another head the name is refused."""
     if hasattr(model, "lm_head"):  # LLaMA, Qwen2, RoBERTa, XLM-R
         return (model.lm_head,)
     if hasattr(model, "cls"):  # BERT, DeBERTa

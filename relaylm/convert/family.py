@@ -14,9 +14,9 @@ from relaylm.convert import sedd
 from relaylm.convert.sources import NOTES, Checkpoints, Source, look, recognise
 from relaylm.convert.tensors import Found, Options
 from relaylm.files import expand, write_folder, write_json
+from relaylm.models.about import describe as describe_family
 from relaylm.models.denoiser import Denoiser, Transformer
 from relaylm.models.family import Family, load_family, locate, pick_device, pick_dtype
-from relaylm.models.family import describe as describe_family
 from relaylm.models.folder import front_matter, save_family
 from relaylm.models.tokenizer import Tokenizer
 
@@ -163,8 +163,8 @@ def _licence(found: list[Found]) -> str | None:
     for one in found:
         card = one.files[0].parent / "README.md"
         if card.is_file():
-            text = card.read_text(encoding="utf-8", errors="replace")
-            if match := re.match(r"---\n(?:.*\n)*?license:\s*[\"']?([\w.+-]+)", text):
+            front = card.read_text(encoding="utf-8", errors="replace").split("\n---", 1)[0]
+            if match := re.match(r"---\n(?:.*\n)*?license:[ \t]*[\"']?(\w[\w.+-]*)", front):
                 return match.group(1)
     return None
 

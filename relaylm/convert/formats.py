@@ -66,7 +66,7 @@ LOADED = (
         "Qwen2, Qwen3", f"{ROW}; -bd3lm: blocks", "-bd3lm: `--block-length 32`",
     ),
     Loaded(
-        "masked-lm", "masked LMs", "BERT, RoBERTa, ModernBERT, DistilBERT, any `...ForMaskedLM`", "their own", ROW,
+        "masked-lm", "masked LMs", "BERT, RoBERTa, ModernBERT, DistilBERT, most `...ForMaskedLM`", "their own", ROW,
         "learned from 15 to 40% masks",
     ),
 )  # fmt: skip

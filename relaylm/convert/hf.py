@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from relaylm.convert.adapter import Adapter, Shape
-from relaylm.convert.tensors import Found, Options, Shapes, number, open_safetensors, weight_files
+from relaylm.convert.tensors import Found, Options, Shapes, number, open_safetensors, real, weight_files
 from relaylm.errors import UserError, reason
 from relaylm.files import read_object
-from relaylm.models.denoiser import check_tensors
+from relaylm.models.denoiser import check_floats, check_tensors
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ PUBLISHED |= dict.fromkeys(
     ("alibi", "attention_layer_norm", "include_bias", "include_qkv_bias", "scale_logits", "input_emb_norm",
      "bias_for_layer_norm"), False
 )  # fmt: skip
+PUBLISHED["clip_qkv"] = None
 
 # Stored beside a masked LM's weights and of no use to it: parts for other tasks, and buffers of older versions.
 SPARE = re.compile(r"pooler\.|seq_relationship|position_ids|inv_freq|nsp|classifier|sop_classifier")
@@ -84,7 +85,9 @@ SPARE = re.compile(r"pooler\.|seq_relationship|position_ids|inv_freq|nsp|classif
 DROPPED = ("auto_map", "architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype")
 TIED = ("lm_head.weight", "model.transformer.ff_out.weight")  # stored by some writers though it is the embedding
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
-OFFSET = ("roberta", "xlm-roberta", "camembert", "longformer", "esm")  # positions start after the padding token's
+# Positions of these start after the padding token's.
+OFFSET = ("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod", "camembert", "data2vec-text",
+          "ibert", "longformer", "luke", "mpnet", "esm")  # fmt: skip
 
 
 def _llada_config(config: dict[str, Any], where: Path) -> dict[str, Any]:
@@ -104,8 +107,8 @@ def _llada_config(config: dict[str, Any], where: Path) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": number(config, "n_kv_heads", where) if config.get("n_kv_heads") else heads,
         "max_position_embeddings": number(config, "max_sequence_length", where, 4096),
-        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-5)),
-        "rope_theta": float(config.get("rope_theta", 10_000.0)),
+        "rms_norm_eps": real(config, "rms_norm_eps", where, 1e-5),
+        "rope_theta": real(config, "rope_theta", where, 10_000.0),
         "tie_word_embeddings": bool(config.get("weight_tying", False)),
     }
 
@@ -115,20 +118,29 @@ def _qwen_config(kind: Kind, config: dict[str, Any], where: Path) -> dict[str, A
             "max_position_embeddings")  # fmt: skip
     ours: dict[str, Any] = {key: number(config, key, where) for key in keys}
     ours["num_key_value_heads"] = number(config, "num_key_value_heads", where, ours["num_attention_heads"])
-    rope = config.get("rope_parameters") or {}
-    scaled = config.get("rope_scaling") or rope.get("rope_type", "default") != "default"
-    for key, found in (("use_sliding_window", config.get("use_sliding_window")), ("scaled rotary positions", scaled)):
-        if found:
+    rope = config["rope_parameters"] if isinstance(config.get("rope_parameters"), dict) else {}
+    scaled = _scaled(config.get("rope_scaling")) or _scaled(rope)
+    other = config.get("hidden_act", "silu") != "silu"
+    unknown = {"use_sliding_window": config.get("use_sliding_window"), "scaled rotary positions": scaled}
+    for key, there in (unknown | {"another hidden_act than silu": other}).items():
+        if there:
             raise UserError(f"{where}: {key} is not part of the {kind.format} that relaylm knows")
     if kind.network == "Qwen3":
         ours["head_dim"] = number(config, "head_dim", where, ours["hidden_size"] // ours["num_attention_heads"])
         if config.get("attention_bias"):
             raise UserError(f"{where}: attention_bias is not part of the {kind.format} that relaylm knows")
     return ours | {
-        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
-        "rope_theta": float(config.get("rope_theta") or rope.get("rope_theta", 10_000.0)),
+        "rms_norm_eps": real(config, "rms_norm_eps", where, 1e-6),
+        "rope_theta": real(config if config.get("rope_theta") else rope, "rope_theta", where, 10_000.0),
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
     }
+
+
+def _scaled(rope: Any) -> bool:
+    """Does a description of rotary positions ask for more than the plain ones?"""
+    if not isinstance(rope, dict):
+        return bool(rope)
+    return "factor" in rope or rope.get("rope_type", rope.get("type", "default")) != "default"
 
 
 def block_length(kind: Kind, config: dict[str, Any], name: str, options: Options) -> tuple[int, list[str]]:
@@ -201,6 +213,7 @@ def open_folder(folder: Path, name: str, options: Options, tokenizer_mask: int |
     missing: list[str] = []
     if kind is None:
         config = {key: value for key, value in stored.items() if key not in DROPPED}
+        check_floats({key: lazy for key, lazy in tensors.items() if not SPARE.search(key)}, folder)
     else:
         config = _llada_config(stored, path) if kind.format == "llada" else _qwen_config(kind, stored, path)
         mask_id = kind.mask if config["vocab_size"] in kind.vocabularies else tokenizer_mask
@@ -208,19 +221,22 @@ def open_folder(folder: Path, name: str, options: Options, tokenizer_mask: int |
         tied = TIED if config["tie_word_embeddings"] else ()
         expected = layout(kind, config)
         check_tensors({key: lazy for key, lazy in tensors.items() if key not in tied}, expected, folder)
-    mask_id = stored.get("mask_token_id", mask_id) if options.mask_id is None else options.mask_id
+    for said in (stored.get("mask_token_id"), options.mask_id):
+        mask_id = mask_id if said is None else said
     if not isinstance(mask_id, int):
         how = "give mask_id (relaylm convert --mask-id), or a tokenizer that has one"
         raise UserError(f"{folder} does not say which token is the mask: {how}")
-    length = options.length
-    if not length:
-        length = number(config, "max_position_embeddings", path)
-        length -= 1 + int(config.get("pad_token_id", 1)) if config.get("model_type") in OFFSET else 0
+    vocab_size = number(config, "vocab_size", path)
+    if not 0 <= mask_id < vocab_size:
+        raise UserError(f"{folder}: mask_id must lie in 0..{vocab_size - 1}, not {mask_id}")
+    length = options.length or _longest(config, path)
+    if kind is None and length > _longest(config, path):
+        raise UserError(f"{folder} has positions for a length of {_longest(config, path)}, not of {length}")
     if block and (length := length - length % block) == 0:
         raise UserError(f"{folder} writes blocks of {block} positions: the length must be at least one of them")
 
     shape = Shape(
-        number(config, "vocab_size", path),
+        vocab_size,
         mask_id,
         length,
         _either(config, "hidden_size", "dim", path),
@@ -248,6 +264,13 @@ def open_folder(folder: Path, name: str, options: Options, tokenizer_mask: int |
         missing=missing,
         meta={"eos_ids": _eos_ids(folder, stored)},
     )
+
+
+def _longest(config: dict[str, Any], where: Path) -> int:
+    """How long a row may be: as many positions as there are, less those that stand for padding."""
+    positions = number(config, "max_position_embeddings", where)
+    padding = config.get("pad_token_id", 1)
+    return positions - (1 + padding if config.get("model_type") in OFFSET and isinstance(padding, int) else 0)
 
 
 def _either(config: dict[str, Any], key: str, other: str, where: Path) -> int:

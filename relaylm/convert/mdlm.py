@@ -42,7 +42,9 @@ from relaylm.models.tokenizer import portable_json
 PREFIXES = ("backbone._orig_mod.", "backbone.", "_orig_mod.", "")  # of the wrapper, and of torch.compile
 INV_FREQ = "rotary_emb.inv_freq"
 EXTRA = ("sampling_eps_min", "sampling_eps_max")  # BD3-LM's record of the noise levels it was trained on
-BERT_VOCABULARY, BERT_MASK = 30_522, 103  # MDLM's LM1B models use bert-base-uncased, which has a mask of its own
+# The mask by the size of the vocabulary: GPT-2's tokenizer has none and gets one at its end; bert-base-uncased (MDLM's
+# LM1B models) and the tokenizer that MDLM's repository has for text8 have their own.
+MASKS = {50_258: 50_257, 30_522: 103, 35: 4}
 
 
 def open_folder(folder: Path, name: str, options: Options) -> Found:
@@ -56,10 +58,11 @@ def open_folder(folder: Path, name: str, options: Options) -> Found:
     if kind == "bd3lm":
         if config.get("cross_attn", True):  # without it the published code attends everywhere
             block = number(config, "block_size", path, 1)
-            length, block = (length, 0) if block >= length else (length - length % block, block)
         if config.get("causal"):
             raise UserError(f"{folder} is a left-to-right model (causal): it is not a denoiser")
         meta = {key: config[key] for key in EXTRA if isinstance(config.get(key), int | float)}
+    block = block if options.block_length is None else options.block_length
+    length, block = (length, 0) if block >= length or not block else (length - length % block, block)
     adaln = bool(config.get("adaln", True))
     timed = config.get("time_conditioning") if options.time_conditioning is None else options.time_conditioning
     architecture = Architecture(
@@ -192,9 +195,9 @@ def _from_shapes(
     missing = []
     vocab_size, width = shape_of(tensors, "vocab_embed.embedding", 2, where)
     heads = options.heads or _dig(config, "model", "n_heads")
-    if INV_FREQ in tensors and not heads:
+    if INV_FREQ in tensors and not isinstance(heads, int):
         heads = width // (2 * max(1, shape_of(tensors, INV_FREQ, 1, where)[0]))
-    if not heads:
+    if not isinstance(heads, int):
         raise UserError(f"{where} does not say how many heads it has: give heads")
     length = options.length or _dig(config, "model", "length")
     if not isinstance(length, int):
@@ -209,6 +212,8 @@ def _from_shapes(
     if not isinstance(timed, bool):
         timed = False
         missing.append("whether it is conditioned on time: assumed not, as in MDLM's defaults")
+    if options.mask_id is None and vocab_size not in MASKS:
+        missing.append("which token is the mask: the last one is assumed, give mask_id if not")
     adaln = "sigma_map.mlp.0.weight" in tensors
     up = shape_of(tensors, "blocks.0.mlp.0.weight", 2, where)[0]
     if up % width:
@@ -220,7 +225,7 @@ def _from_shapes(
         length=length - length % (block or 1),
         width=width,
         depth=blocks_of(tensors, "blocks."),
-        heads=int(heads),
+        heads=heads,
         mask_id=_mask_id(vocab_size, None, options),
         mlp_ratio=up // width,
         adaln=adaln,
@@ -236,7 +241,7 @@ def _mask_id(vocab_size: Any, stored: Any, options: Options) -> int:
         return options.mask_id
     if isinstance(stored, int):
         return stored
-    return BERT_MASK if vocab_size == BERT_VOCABULARY else -1
+    return MASKS.get(vocab_size, -1)
 
 
 def _dig(data: Any, *path: str) -> Any:

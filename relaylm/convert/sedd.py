@@ -27,7 +27,7 @@ from torch import Tensor
 
 from relaylm.convert import mdlm
 from relaylm.convert.tensors import Found, Options, number, open_weights
-from relaylm.errors import UserError
+from relaylm.errors import UserError, brief
 from relaylm.files import read_object
 from relaylm.models.denoiser import Architecture, Transformer
 
@@ -41,11 +41,11 @@ def open_folder(folder: Path, name: str, options: Options) -> Found:
     """SEDD as it lies on the hub: config.json and safetensors or pytorch_model.bin."""
     path = folder / "config.json"
     config = read_object(path)
-    graph, noise, model = config["graph"], config.get("noise") or {}, config["model"]
+    graph, noise, model = config["graph"], config.get("noise"), config["model"]
     if graph.get("type") != "absorb":
         raise UserError(f"{folder} is a SEDD over the graph {graph.get('type')!r}: only 'absorb' has a mask")
-    if noise.get("type", "loglinear") != "loglinear":
-        raise UserError(f"{folder} is a SEDD with noise {noise.get('type')!r}: relaylm knows its log-linear noise only")
+    if (kind := noise.get("type", "loglinear") if isinstance(noise, dict) else noise) not in (None, "loglinear"):
+        raise UserError(f"{folder} is a SEDD with noise {brief(kind)}: relaylm knows its log-linear noise only")
     architecture = Architecture(
         vocab_size=number(config, "tokens", path) + 1,
         length=options.length or number(model, "length", path, 1024),

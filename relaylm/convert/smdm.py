@@ -20,7 +20,7 @@ mask.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -67,6 +67,10 @@ class Size:
     def mask_id(self) -> int:
         """The last id, which is also the number of other symbols."""
         return self.vocab_size - 1
+
+    def to_json(self) -> dict[str, int]:
+        """All numbers."""
+        return asdict(self)
 
 
 def layout(size: Size) -> Shapes:

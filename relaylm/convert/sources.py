@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ import tokenizers
 
 from relaylm.convert import formats, hf, mdlm, pickles, sedd, smdm
 from relaylm.convert.tensors import Found, Options, open_safetensors
-from relaylm.errors import UserError
+from relaylm.errors import UserError, brief
 from relaylm.files import backup, expand, read_object
-from relaylm.models.folder import MANIFEST, RESERVED, check_together
+from relaylm.models.folder import MANIFEST, RESERVED, check_models, check_together
 from relaylm.models.hub import HUB_FILES, download
 from relaylm.models.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 
@@ -60,8 +60,12 @@ def recognise(source: Source, revision: str | None = None, hub: bool = True) -> 
 def _parts(source: Source | Sequence[Source], revision: str | None = None) -> list[tuple[str, Path]]:
     """The single checkpoints that a source stands for, each with the name its model gets."""
     if not isinstance(source, (str, Path)):
+        if not isinstance(source, Sequence) or not source or isinstance(source, bytes):
+            raise _Unknown(f"a checkpoint is a file, a folder, a hub id or a list of them, not {brief(source)}")
         return [part for one in source for part in _parts(one, revision)]
     text = str(source)
+    if exists(source) and revision is not None:
+        raise UserError(f"a revision is for a family on the Hugging Face hub, but {text!r} is here")
     if exists(source):
         path = expand(source)
         name = path.resolve().name if path.is_dir() else path.stem
@@ -70,7 +74,7 @@ def _parts(source: Source | Sequence[Source], revision: str | None = None) -> li
     elif exists(backup(Path(source))):  # a save was killed between its two renames
         raise _Unknown(f"{text!r} is a relaylm family")
     elif "," in text:
-        return [part for one in text.split(",") if one.strip() for part in _parts(one.strip(), revision)]
+        return _parts([one.strip() for one in text.split(",") if one.strip()], revision)
     elif isinstance(source, str) and HUB_ID.fullmatch(text):
         path = fetch(text, revision)
         name = text.split("/")[1] if text.count("/") == 1 else Path(text).stem
@@ -181,6 +185,8 @@ def look(
 ) -> Checkpoints:
     """Every checkpoint of a source, checked to belong together, and the tokenizer. Options are those of `Options`."""
     parts = _parts(source, revision)
+    if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
+        raise UserError(f"names must be a list of text, not {brief(names)}")
     if names is not None and len(names) != len(parts):
         raise UserError(f"there are {len(parts)} models to name, but {len(names)} names")
     folders = [path if path.is_dir() else path.parent for _, path in parts]
@@ -193,10 +199,11 @@ def look(
         found.append(_open(_safe_name(name), path, Options(**{**known, **options}), reader))
     for one, name in zip(found, names or (), strict=False):  # after opening: a published name may say something
         one.name = _safe_name(name)
-    seen: Counter[str] = Counter()
-    for one in found:
-        seen[one.name] += 1
-        one.name += f"-{seen[one.name]}" if seen[one.name] > 1 else ""
+    taken = {one.name for one in found}
+    for i, one in enumerate(found):
+        if one.name in {other.name for other in found[:i]}:
+            one.name = next(name for k in count(2) if (name := f"{one.name}-{k}") not in taken)
+            taken.add(one.name)
     first = found[0]
     check_together({f"{one.name} ({one.format})": (one.shape.vocab_size, one.shape.mask_id) for one in found})
     missing = [note if len(found) == 1 else f"{one.name}: {note}" for one in found for note in one.missing]
@@ -204,7 +211,11 @@ def look(
         missing.insert(0, _hint(first.format, first.shape.vocab_size))
     else:
         reader = _with_mask(reader, first.shape.mask_id)
-    return Checkpoints(found, reader, _meta(found, source, missing))
+    checkpoints = Checkpoints(found, reader, _meta(found, source, missing))
+    # What could not be loaded together is not described or copied either.
+    shapes: dict[str, Any] = {one.name: one.shape for one in found}
+    check_models(shapes, first.shape.mask_id, first.shape.vocab_size, checkpoints.length, reader)
+    return checkpoints
 
 
 def _meta(found: list[Found], source: Source | Sequence[Source], missing: list[str]) -> dict[str, Any]:
@@ -244,6 +255,8 @@ def _tokenizer(given: Source | Tokenizer | None, folders: Iterable[Path]) -> Tok
         hub = not exists(text) and HUB_ID.fullmatch(text) and text.count("/") == 1
         return load_tokenizer(fetch_tokenizer(text) if hub else given)
     if given is not None:
+        if not hasattr(given, "encode"):
+            raise UserError(f"tokenizer must be a file, a folder, a hub id or a Tokenizer, not {brief(given)}")
         return given
     for folder in folders:
         if (folder / "tokenizer.json").is_file():

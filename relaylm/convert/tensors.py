@@ -20,7 +20,7 @@ from safetensors import safe_open
 
 from relaylm.convert import pickles
 from relaylm.convert.pickles import Lazy
-from relaylm.errors import UserError, brief, reason
+from relaylm.errors import UserError, brief, reason, whole
 from relaylm.files import read_object
 from relaylm.models.denoiser import Denoiser
 
@@ -42,6 +42,14 @@ class Options:
     time_conditioning: bool | None = None
     ema: bool = True  # take the averaged weights of a training checkpoint, as its authors do
     device_map: Any = None  # for models that run through transformers
+
+    def __post_init__(self) -> None:
+        for name, least in (("mask_id", 0), ("length", 1), ("heads", 1), ("block_length", 0)):
+            if (value := getattr(self, name)) is not None:
+                whole(value, name, least)
+        for name in ("time_conditioning", "ema"):
+            if not isinstance(value := getattr(self, name), bool | None):
+                raise UserError(f"{name} must be True or False, not {brief(value)}")
 
     @classmethod
     def checked(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,6 +121,14 @@ def number(config: Mapping[str, Any], key: str, where: object, default: int | No
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 40:
         raise UserError(f"{where}: {key} must be a whole number from 1 up, not {brief(value)}")
     return value
+
+
+def real(config: Mapping[str, Any], key: str, where: object, default: float) -> float:
+    """A positive number out of a configuration."""
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UserError(f"{where}: {key} must be a number above 0, not {brief(value)}")
+    return float(value)
 
 
 def open_weights(path: Path) -> tuple[dict[str, Any], list[Path]]:

@@ -60,8 +60,7 @@ def array_hash(array: np.ndarray) -> str:
 
 def model_key(family: Family, name: str) -> str:
     """A hash of one model and its architecture: of its files as stored, or of its weights in memory."""
-    if family.stored is not None:
-        entry = family.stored.manifest["models"][name]
+    if (entry := family.entry(name)) is not None:
         return content_key(entry["architecture"], sorted(entry["files"].values()))
     model = family.models[name]
     if not isinstance(model, torch.nn.Module):

@@ -305,9 +305,8 @@ def _cross_entropy(logits_XV: Tensor, target_X: Tensor) -> Tensor:
 
 def _own_judge(family: Family) -> Judge:
     """The family's own, in float32 whatever its denoisers compute in."""
-    stored, key = family.stored, None
-    entry = None if stored is None else stored.manifest["judge"]
-    if stored is not None and entry is not None:
+    stored, entry, key = family.stored, family.entry("judge"), None
+    if entry is not None:
         files = sorted(entry["files"].items())
         key = "own:" + hashlib.sha256(repr([digest for _, digest in files]).encode()).hexdigest()
     if stored is not None and entry is not None and stored.dtype not in (torch.float32, torch.float64):
@@ -323,8 +322,8 @@ def _own_judge(family: Family) -> Judge:
 def weights_digest(module: torch.nn.Module) -> str:
     """A sha256 of every parameter and buffer (names, shapes, types and bytes), and of the architecture of a network
     that has one: how many heads there are, or what a position sees, does not show in tensors."""
-    architecture = getattr(module, "architecture", None)
-    shape = "" if architecture is None else json.dumps(architecture.to_json(), sort_keys=True)
+    numbers = getattr(getattr(module, "architecture", None), "to_json", None)
+    shape = "" if numbers is None else json.dumps(numbers(), sort_keys=True)
     total = hashlib.sha256(shape.encode())
     for name, value in sorted(module.state_dict().items()):
         total.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())

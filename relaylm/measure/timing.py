@@ -273,14 +273,14 @@ def _key(family: Family, name: str, length: int, shape: Shape) -> dict[str, Any]
     if not isinstance(model, torch.nn.Module):
         return None
     tensors = [(key, list(value.shape), str(value.dtype)) for key, value in sorted(model.state_dict().items())]
-    architecture = getattr(model, "architecture", None)
+    numbers = getattr(getattr(model, "architecture", None), "to_json", None)
     return {
         "device": device_name(family.device),
         "threads": torch.get_num_threads() if family.device.type == "cpu" else None,
         "torch": str(torch.__version__),
         "relaylm": relaylm.__version__,
         "network": type(model).__qualname__,
-        "architecture": None if architecture is None else architecture.to_json(),
+        "architecture": None if numbers is None else numbers(),
         "dtypes": sorted({dtype for _, _, dtype in tensors}),
         "narrow": bool(getattr(model, "narrow", False)),
         "tensors": hashlib.sha256(json.dumps(tensors).encode()).hexdigest()[:16],

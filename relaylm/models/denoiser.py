@@ -332,7 +332,8 @@ class Transformer(TrunkAndHead, nn.Module):
         return self._derived("pieces", (linear.weight, linear.bias), lambda: split_weights(linear.weight, linear.bias))
 
     def _derived(self, name: str, sources: tuple[Tensor | None, ...], make: Callable[[], Tensor]) -> Tensor:
-        """A table made from weights: once, and again only when one of them was replaced or written to."""
+        """A table made from weights: once, and again only when one of them was replaced or written to (by what PyTorch
+        counts: not through `.data` or numpy)."""
         stamp = tuple((s.data_ptr(), 0 if s.is_inference() else s._version) for s in sources if s is not None)
         if name not in self._tables or self._tables[name][0] != stamp:
             self._tables[name] = (stamp, make())
@@ -403,10 +404,17 @@ def check_tensors(found: Mapping[str, Any], expected: Mapping[str, tuple[int, ..
         if (stored := tuple(value.shape)) != shape:
             hint = ": it is transposed" if stored == shape[::-1] else ""
             raise UserError(f"{at}tensor {name} has shape {stored}, expected {shape}{hint}")
-        if not value.dtype.is_floating_point:
-            raise UserError(f"{at}tensor {name} holds {value.dtype}, expected floating-point numbers")
     if extra:
         raise UserError(f"{at}tensor {extra[0]} does not belong to this network ({len(extra)} such)")
+    check_floats(found, where)
+
+
+def check_floats(found: Mapping[str, Any], where: object = "") -> None:
+    """Refuse tensors, read or not, of whole numbers: those of quantised weights mean nothing without their scales."""
+    for name, value in found.items():
+        if not value.dtype.is_floating_point:
+            at = f"{where}: " if where else ""
+            raise UserError(f"{at}tensor {name} holds {value.dtype}, expected floating-point numbers")
 
 
 def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -195,6 +196,33 @@ def test_messages(family: Family) -> None:
         Cluster(Family(family.models, family.mask_id, family.vocab_size, family.length))
     with pytest.raises(UserError, match="at least one worker"):
         Cluster(family, workers=0)
+
+
+def test_workers_load_what_the_family_is_now(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A narrow residual stream is the models'; changed weights are in no folder, before or after workers start."""
+    asked: list[Any] = []
+    load = SimpleNamespace(remote=lambda *how: asked.append(how) or len(asked))
+    remote = SimpleNamespace(remote=lambda: SimpleNamespace(load=load))
+    ray = SimpleNamespace(
+        exceptions=SimpleNamespace(**dict.fromkeys(
+            ("RayActorError", "WorkerCrashedError", "NodeDiedError", "ObjectLostError", "OutOfMemoryError"), OSError
+        )),
+        is_initialized=lambda: True, cluster_resources=lambda: {"CPU": 1.0}, kill=lambda actor: None,
+        remote=lambda **_: lambda worker: remote,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    assert family.folder is not None
+    own = Family.load(family.folder)
+    for narrow in (False, True):
+        for model in own.models.values():
+            model.narrow = narrow  # type: ignore[attr-defined]
+        workers = Cluster(own)
+        assert asked.pop() == (str(family.folder), "cpu", torch.float32, narrow, family.digest)
+    own["1b"].output_layer.linear.bias.data += 1  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="changed after its workers were started"):
+        next(workers.map(sample_rows, []))
+    with pytest.raises(UserError, match="save this one first"):
+        Cluster(own)
 
 
 @pytest.mark.slow

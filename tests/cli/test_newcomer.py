@@ -260,6 +260,14 @@ def test_a_family_needs_no_converting(capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.main(["convert", "wiki-char", "copy"]) == 2 and "already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [["--names", "a"], ["--mask-id", "0"], ["--raw-weights"], ["--revision", "main"]])
+def test_flags_of_the_other_direction_are_refused(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["convert", "--to-mdlm", "wiki-char", str(tmp_path / "out"), *flags]) == 2
+    assert f"{flags[0]} does not go with --to-mdlm" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_help_fills_the_terminal_and_no_more(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -18,9 +18,12 @@ from test_convert_smdm import published as smdm_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from relaylm import convert
+from relaylm.cli.main import main
 from relaylm.core.plan import make_plan
 from relaylm.core.schedule import Schedule
 from relaylm.errors import UserError
+from relaylm.measure.evaluate import model_key
+from relaylm.measure.timing import time_call
 from relaylm.models.family import Family
 from relaylm.sampling.denoise import denoise
 from relaylm.sampling.sample import sample
@@ -108,10 +111,45 @@ def test_sources_with_commas_and_names(tmp_path: Path) -> None:
     assert convert.load(text).names == ("1b", "3b")
     assert convert.load(sources, names=["small", "large"]).names == ("small", "large")
     assert convert.load([sources[0], sources[0]]).names == ("1b", "1b-2")
+    again = convert.load([*sources, sources[0], sources[0]], names=["a", "a-2", "a", "a"])
+    assert sorted(again.names) == ["a", "a-2", "a-3", "a-4"]  # none takes the place of another
+    short = mdlm_write(tmp_path / "short", mdlm_state(1), CONFIG | {"n_blocks": 1, "model_length": 6})
+    assert convert.load([*sources, short]).length == convert.describe([*sources, short])["length"] == 6
+    for names in ("ab", [1, 2]):
+        with pytest.raises(UserError, match="names must be a list of text"):
+            convert.load(sources, names=names)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="2 models to name"):
         convert.load(sources, names=["one"])
     with pytest.raises(UserError, match="not an option"):
         convert.load(sources, colour="red")
+
+
+@pytest.mark.parametrize("kind", ["sedd", "smdm", "llada"])
+def test_commands_run_on_what_was_converted(tmp_path: Path, kind: str) -> None:
+    sources, options = two_of(kind, tmp_path)
+    folder = str(convert.convert(sources, tmp_path / "out", **options))
+    out = tmp_path / "out.json"
+    assert main(["sample", "--family", folder, "--length", "8", "--json", str(out)]) == 0
+    assert len(json.loads(out.read_text())["tokens"][0]) == 8
+
+
+def test_smdm_in_a_store(tmp_path: Path) -> None:
+    sources, options = two_of("smdm", tmp_path)
+    family, again, other = (convert.load(sources, **options | {"heads": heads}) for heads in (2, 2, 4))
+    assert time_call(family, family.heavy, 8, 8, 2, measure=False) is None  # its time is not known, but could be
+    keys = [[model_key(one, name) for name in one.names] for one in (family, again, other)]
+    assert keys[0] == keys[1] and len({*keys[0], *keys[2]}) == 4  # the number of heads is in no tensor
+
+
+def test_number_types_after_loading(tmp_path: Path) -> None:
+    sources, options = two_of("smdm", tmp_path)
+    family = convert.load(sources, **options).to("cpu", "bfloat16")
+    model: Any = family[family.heavy]
+    assert model.h[0].qkv.dtype == torch.bfloat16 and model.wte.dtype == torch.float32
+    llada, _ = two_of("llada", tmp_path / "l")
+    with pytest.raises(UserError, match="1b keeps the number type that it was loaded in"):
+        convert.load(llada).to("cpu", "bfloat16")
+    assert convert.load(llada).to("cpu").device.type == "cpu"
 
 
 @pytest.mark.parametrize("kind", ["mdlm", "sedd", "smdm", "llada"])
@@ -126,6 +164,8 @@ def test_a_converted_folder_is_the_same_family(tmp_path: Path, kind: str) -> Non
     tokens, t = torch.full((1, 8), before.mask_id), torch.full((1,), 0.5)
     for name in before.names:
         torch.testing.assert_close(after[name].logits(tokens, t), before[name].logits(tokens, t), rtol=1e-5, atol=1e-5)
+    if kind == "smdm":  # what the folder remembers, and what the user says now
+        assert after.length == 8 and convert.load(folder, length=6).length == 6
     with pytest.raises(UserError, match="not empty"):
         convert.convert(sources, tmp_path / "out", **options)
     convert.convert(sources, tmp_path / "out", overwrite=True, **options)
@@ -157,6 +197,63 @@ def test_describe_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(tensors.Lazy, "__init__", unreadable)
     assert convert.describe(sources, **options) == about
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"length": "8"}, {"length": 0}, {"heads": -1}, {"heads": 2.0}, {"mask_id": -1}, {"block_length": "4"},
+     {"time_conditioning": "no"}, {"ema": 0}, {"tokenizer": 3}],
+)  # fmt: skip
+def test_options_of_the_wrong_kind_are_refused(tmp_path: Path, option: dict[str, Any]) -> None:
+    sources, _ = two_of("mdlm", tmp_path)
+    for ask in (convert.load, convert.describe, lambda s, **o: convert.convert(s, tmp_path / "out", **o)):
+        with pytest.raises(UserError, match=f"{next(iter(option))} must be"):
+            ask(sources[0], **option)
+    (tmp_path / "1b" / "convert.json").write_text(json.dumps({"options": {"length": "8"}}))
+    with pytest.raises(UserError, match="length must be"):
+        convert.load(sources[0])
+
+
+@pytest.mark.parametrize(
+    ("card", "licence"),
+    [
+        ("---\ntags:\n- x\nlicense: 'apache-2.0'\n---\n# Text\nlicense: mit\n", "apache-2.0"),
+        ("---\ntags:\n- x\n---\n# Text\nlicense: mit\n", "unknown"),
+        ("---\nlicense:\n- mit\n---\n", "unknown"),
+        ("license: mit\n", "unknown"),
+    ],
+)
+def test_the_licence_is_that_of_the_cards_head(tmp_path: Path, card: str, licence: str) -> None:
+    sources, _ = two_of("mdlm", tmp_path)
+    (tmp_path / "1b" / "README.md").write_text(card)
+    family = Family.load(convert.convert(sources[0], tmp_path / "out"))
+    assert family.meta["license"] == licence
+    assert f'license: "{licence}"' in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_revision_is_for_the_hub(tmp_path: Path) -> None:
+    sources, _ = two_of("mdlm", tmp_path)
+    for ask in (convert.load, convert.describe, Family.load, lambda s, **o: convert.convert(s, tmp_path / "o", **o)):
+        with pytest.raises(UserError, match="a revision is for a family on the Hugging Face hub"):
+            ask(sources[0], revision="main")
+
+
+def test_what_could_not_be_loaded_together_is_not_copied(tmp_path: Path) -> None:
+    sources, _ = two_of("llada", tmp_path)
+    for ask in (convert.load, convert.describe, lambda s, **o: convert.convert(s, tmp_path / "out", **o)):
+        with pytest.raises(UserError, match="256 tokens, but the models' vocabulary is 53"):
+            ask(sources, tokenizer="bytes")
+        with pytest.raises(UserError, match="mask 5 is an ordinary token"):
+            ask(sources, tokenizer="text8", mask_id=5)
+    assert not (tmp_path / "out").exists()
+
+
+def test_sources_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
+    for odd in (None, 3, b"mdlm", [], ["", 3]):
+        assert convert.recognise(odd) is None  # type: ignore[arg-type]
+        for ask in (convert.load, convert.describe, lambda s: convert.convert(s, tmp_path / "out")):
+            with pytest.raises(UserError, match=r"a checkpoint is a file|no file, folder or hub id"):
+                ask(odd)  # type: ignore[arg-type]
 
 
 def test_what_is_not_a_checkpoint(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ import torch
 from helpers import tiny_json
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 transformers = pytest.importorskip("transformers")
 
@@ -353,6 +356,11 @@ MASKED = {
         **{"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 3, "cls_token_id": 3, "sep_token_id": 2},
     },
     "Roberta": {**SIZES, "max_position_embeddings": 34, "pad_token_id": 1},
+    **{
+        kind: {**SIZES, "max_position_embeddings": 34, "pad_token_id": 1}
+        for kind in ("MPNet", "Data2VecText", "IBert", "RobertaPreLayerNorm", "XLMRobertaXL")
+    },
+    "Xmod": {**SIZES, "languages": ["en_XX", "de_DE"], "default_language": None},
     "DistilBert": {
         **{"vocab_size": V, "dim": D, "n_layers": BLOCKS, "n_heads": HEADS},
         **{"hidden_dim": F, "max_position_embeddings": 32},
@@ -372,7 +380,7 @@ def masked_lm(folder: Path, kind: str = "Bert") -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", MASKED)
+@pytest.mark.parametrize("kind", ["Bert", "ModernBert", "Roberta", "DistilBert"])
 def test_masked_language_models(tmp_path: Path, kind: str) -> None:
     original = masked_lm(tmp_path / "model", kind)
     assert convert.recognise(tmp_path / "model") == "masked-lm"
@@ -385,6 +393,81 @@ def test_masked_language_models(tmp_path: Path, kind: str) -> None:
         torch.testing.assert_close(full, original(input_ids=TOKENS).logits, rtol=1e-4, atol=1e-4)
     about = convert.describe(tmp_path / "model", mask_id=50)
     assert about["models"]["model"]["parameters"] == sum(value.numel() for value in original.parameters())
+
+
+@pytest.mark.parametrize("kind", ["MPNet", "Data2VecText", "IBert", "RobertaPreLayerNorm", "XLMRobertaXL"])
+def test_positions_that_stand_for_padding_are_no_length(tmp_path: Path, kind: str) -> None:
+    """With 34 positions, from 2 up, a row has 32."""
+    original = masked_lm(tmp_path / "model", kind)
+    family = convert.load(tmp_path / "model", mask_id=50)
+    assert family.length == 32 and convert.load(tmp_path / "model", mask_id=50, length=9).length == 9
+    tokens = torch.arange(32)[None] + 5
+    with torch.no_grad():
+        expected = original(input_ids=tokens).logits
+    torch.testing.assert_close(family["model"].logits(tokens, T[:1]), expected, rtol=1e-4, atol=1e-4)
+    for load in (convert.load, convert.describe):
+        with pytest.raises(UserError, match="positions for a length of 32, not of 33"):
+            load(tmp_path / "model", mask_id=50, length=33)
+
+
+def test_masks_of_no_token_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    masked_lm(tmp_path / "m")
+    llada(tmp_path / "l", mask_token_id=V)
+    for folder, options in ((tmp_path / "m", {"mask_id": V}), (tmp_path / "l", {})):
+        for ask in (convert.load, convert.describe, partial(convert.convert, folder=tmp_path / "out")):
+            with pytest.raises(UserError, match=rf"mask_id must lie in 0\.\.{V - 1}, not {V}"):
+                ask(folder, **options)
+    assert not (tmp_path / "out").exists()
+    folder, _ = llada(tmp_path / "n", mask_token_id=None)  # null is as good as nothing
+    backend = Backend(WordLevel({"x": 0, "y": 1}, unk_token="x"))
+    backend.add_special_tokens(["[MASK]", "<other>"])
+    (folder / "tokenizer.json").write_text(backend.to_str())
+    assert convert.load(folder).mask_id == 2 and convert.load(folder, mask_id=9).mask_id == 9
+    other = convert.load(folder, mask_id=3)  # of several special tokens the model's own
+    assert other.tokenizer is not None and other.mask_id == other.tokenizer.mask_id == 3
+    with pytest.raises(UserError, match="mask 1 is an ordinary token"):
+        convert.load(folder, mask_id=1)
+
+
+def test_embeddings_that_are_padded_count(tmp_path: Path) -> None:
+    folder, _ = llada(tmp_path / "m", vocab_size=V - 2)  # and embedding_size V, as OLMo rounds up
+    assert convert.load(folder).vocab_size == V
+
+
+def test_a_head_that_does_more_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    masked_lm(tmp_path / "m")
+    monkeypatch.setattr("relaylm.convert.adapter._head_parts", lambda model: (model.cls.predictions.decoder,))
+    with pytest.raises(UserError, match="BertForMaskedLM does more between trunk and logits"):
+        convert.load(tmp_path / "m", mask_id=50)
+
+
+def test_a_model_that_wants_more_than_tokens_is_refused(tmp_path: Path) -> None:
+    masked_lm(tmp_path / "m", "Xmod")
+    with pytest.raises(UserError, match="XmodForMaskedLM cannot be run on tokens alone"):
+        convert.load(tmp_path / "m", mask_id=50)
+
+
+@pytest.mark.parametrize("kind", ["llada", "dream", "a2d-qwen3", "Bert", "Roberta", "DistilBert", "ModernBert"])
+def test_cost_is_that_of_the_products(tmp_path: Path, kind: str) -> None:
+    """PyTorch counts the operations. Qwen3's heads together are wider here than its trunk."""
+    make: Any = {"llada": partial(llada, kv=2), "dream": dream}.get(kind)
+    if kind == "a2d-qwen3":
+        make = partial(qwen, model_type=kind, head=10)
+    (make or partial(masked_lm, kind=kind))(tmp_path / "m")
+    model: Any = convert.load(tmp_path / "m", mask_id=50)["m"]
+    for ask, k in ((lambda: model.logits(TOKENS, T), None), (lambda: model.logits_at(TOKENS, T, POSITIONS), 3)):
+        with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
+            ask()
+        assert counted.get_total_flops() == 2 * model.flops(10, k)
+
+
+def test_cost_after_finished_blocks_is_that_of_the_products(tmp_path: Path) -> None:
+    qwen(tmp_path / "m", "sdar", block_size=2)
+    model: Any = convert.load(tmp_path / "m")["m"]
+    past = model.extend(TOKENS[:, :8])
+    with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
+        model.head(model.hidden_at(TOKENS[:, 8:], T, POSITIONS[:, 1:2] * 0, past))
+    assert counted.get_total_flops() == 2 * model.flops(2, 1, past=8)
 
 
 class Widths(TorchDispatchMode):
@@ -439,6 +522,15 @@ def test_broken_masked_lm_is_refused_by_name(tmp_path: Path) -> None:
         safetensors.torch.save_file(wrong, path, {"format": "pt"})
         with pytest.raises(UserError, match=name.replace(".", r"\.")):
             convert.load(tmp_path / "m", mask_id=50)
+    for odd, message in (
+        (state[name] * math.nan, "not finite"),
+        (state[name].to(torch.int8), name + " holds torch.int8, expected floating"),
+    ):
+        safetensors.torch.save_file(state | {name: odd}, path, {"format": "pt"})
+        with pytest.raises(UserError, match=message):
+            convert.load(tmp_path / "m", mask_id=50)
+    safetensors.torch.save_file(state | {"bert.embeddings.position_ids": torch.arange(32)}, path, {"format": "pt"})
+    assert convert.load(tmp_path / "m", mask_id=50).length == 32  # older versions stored a buffer
     path.unlink()
     torch.save(state, tmp_path / "m" / "pytorch_model.bin")
     with pytest.raises(UserError, match="safetensors"):
@@ -446,13 +538,36 @@ def test_broken_masked_lm_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_configurations_beyond_the_published_ones_are_refused(tmp_path: Path) -> None:
-    for change in ({"alibi": True}, {"block_type": "sequential"}, {"attention_layer_norm": True}):
+    odd = {"clip_qkv": 1.0}, {"rope_theta": "x"}, {"rms_norm_eps": None}
+    for change in ({"alibi": True}, {"block_type": "sequential"}, {"attention_layer_norm": True}, *odd):
         folder, _ = llada(tmp_path / "m", **change)
         with pytest.raises(UserError, match=next(iter(change))):
             convert.load(folder)
-    folder, _ = dream(tmp_path / "d", use_sliding_window=True)
-    with pytest.raises(UserError, match="sliding"):
+    folder, _ = llada(tmp_path / "r", mlp_hidden_size=None)  # then it is the ratio, 2, of the width
+    with pytest.raises(UserError, match=rf"expected \({2 * D}, {D}\)"):
         convert.load(folder)
+    for change in ({"use_sliding_window": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": -1}, {"rope_theta": [1]}):
+        folder, _ = dream(tmp_path / "d", **change)
+        with pytest.raises(UserError, match=next(iter(change))):
+            convert.load(folder)
+    folder, _ = qwen(tmp_path / "s", "sdar", attention_bias=True)
+    with pytest.raises(UserError, match="attention_bias"):
+        convert.load(folder)
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    for change in ({"rope_scaling": yarn}, {"rope_parameters": yarn}, {"rope_scaling": {"type": "linear"}}):
+        folder, _ = dream(tmp_path / "d", **change)
+        with pytest.raises(UserError, match="scaled rotary positions"):
+            convert.load(folder)
+
+
+def test_plain_rotary_positions_in_every_spelling(tmp_path: Path) -> None:
+    plain = {"rope_type": "default"}
+    for change in ({"rope_scaling": plain}, {"rope_theta": None, "rope_parameters": plain | {"rope_theta": 1e6}}):
+        folder, state = dream(tmp_path / "d", **change)
+        model: Any = convert.load(folder)["d"]
+        raw = np.stack([transcription(state, row.numpy(), 1e6, 1e-6) for row in TOKENS])
+        expected = torch.from_numpy(shifted(raw)).float()
+        torch.testing.assert_close(model.logits(TOKENS, T), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_published_parameter_counts() -> None:
@@ -466,6 +581,20 @@ def test_published_parameter_counts() -> None:
     assert parameters("dream", 3584, 18_944, 152_064, 28, 28, kv=4) == 7_615_616_512
     sdar_17b = parameters("sdar", 2048, 6144, 151_936, 28, 16, kv=8, head=128)
     assert sdar_17b * 2 // 10**7 == 406  # model.safetensors has 4.06 GB
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocab_size", "mask"),
+    [("llada", 126_464, 126_336), ("dream", 152_064, 151_666), ("sdar", 151_936, 151_669),
+     ("fast_dllm_qwen", 151_936, 151_665), ("fast_dllm_qwen", 152_064, 151_665)],
+)  # fmt: skip
+def test_published_masks(tmp_path: Path, kind: str, vocab_size: int, mask: int) -> None:
+    """Of LLaDA-8B, Dream-7B, SDAR and Fast-dLLM v2, whose configurations do not all say it."""
+    folder, state = llada(tmp_path / "m") if kind == "llada" else qwen(tmp_path / "m", kind, biases=kind != "sdar")
+    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": vocab_size, "embedding_size": vocab_size}
+    del config["mask_token_id"]
+    big = {name: torch.zeros(vocab_size, D) if len(value) == V else value for name, value in state.items()}
+    assert convert.describe(write(folder, big, config))["mask_id"] == mask
 
 
 def test_llada_and_dream_cannot_take_turns(tmp_path: Path) -> None:
@@ -563,6 +692,14 @@ def test_the_end_of_a_turn_is_found_without_a_tokenizer_json(tmp_path: Path) -> 
     folder, _ = dream(tmp_path / "dream")
     (folder / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 7, "<|im_start|>": 8}))
     assert convert.load(folder).meta["eos_ids"] == [2, 7]
+
+
+def test_texts_end_with_the_tokenizers_own_token_where_the_model_says_none() -> None:
+    words = SimpleNamespace(eos_id=3, decode=lambda ids: " ".join(map(str, ids)))
+    family: Any = SimpleNamespace(tokenizer=words, meta={})
+    assert convert.texts(family, [[3, 1, 3, 2], [1, 2, 4, 5]], start=1) == ["1", "2 4 5"]
+    family.meta = {"eos_ids": [4, 5]}
+    assert convert.texts(family, [[3, 1, 3, 2], [1, 2, 4, 5]]) == ["3 1 3 2", "1 2"]
 
 
 def test_until_eos() -> None:

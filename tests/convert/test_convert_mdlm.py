@@ -6,6 +6,7 @@ import collections
 import itertools
 import json
 import math
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -201,6 +202,15 @@ def test_a_renamed_or_missing_tensor_is_refused_by_name(tmp_path: Path, name: st
             convert.load(write(tmp_path / "m", broken, CONFIG))
 
 
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", published(), CONFIG)
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    agree(convert.load(folder, dtype="float64")["m"], expected(published()))
+    shutil.copy(folder / "a.safetensors", folder / "b.safetensors")
+    with pytest.raises(UserError, match=r"b\.safetensors: tensor .* is there a second time"):
+        convert.load(folder)
+
+
 @pytest.mark.parametrize("name", ["backbone.blocks.2.attn_qkv.weight", "backbone.output_layer.linear.weight"])
 def test_a_transposed_tensor_is_refused_by_name(tmp_path: Path, name: str) -> None:
     state = published()
@@ -247,6 +257,12 @@ def test_bd3lm_in_small_blocks(tmp_path: Path, block: int) -> None:
     agree(family["small"], rows)
     agree(convert.load(folder, dtype="float64", fold=False)["small"], rows)
     agree(convert.load(folder)["small"], rows, tolerance=1e-4)
+    default = {key: value for key, value in BD3LM.items() if key != "cross_attn"}
+    about = convert.describe(write(tmp_path / "d", state, default | {"block_size": block}))
+    assert about["models"]["d"]["block_length"] == block
+    silent = write(tmp_path / "silent", state, CONFIG)
+    agree(convert.load(silent, dtype="float64", block_length=block)["silent"], rows)  # what the user says counts
+    assert convert.load(folder, block_length=0).block_length == convert.load(folder, block_length=99).block_length == 0
     convert.convert(folder, tmp_path / "family")
     agree(Family.load(tmp_path / "family", dtype="float64")["small"], rows)  # the length of blocks is stored
     samples = sample(family, "heavy", n=3, steps=2, batch_size=2)
@@ -311,7 +327,7 @@ def test_lightning_checkpoint_gives_the_averaged_weights(
     agree(convert.load(path, dtype="float64", time_conditioning=False)["best"], expected(averaged))
 
 
-@pytest.mark.parametrize(("stored", "block"), [(4, 4), ("${model.length}", 0)])
+@pytest.mark.parametrize(("stored", "block"), [(4, 4), (LENGTH, 0), ("${model.length}", 0)])
 def test_lightning_checkpoint_of_bd3lm_has_its_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: Any, block: int
 ) -> None:
@@ -336,6 +352,29 @@ def test_lightning_checkpoint_without_a_readable_config_says_what_it_assumes(tmp
     agree(family["a"], expected(raw))
     assert any("conditioned on time" in note for note in family.meta["missing"])
     assert any("1024 is assumed" in note for note in convert.describe(path)["missing"])
+    odd = {"config": {"model": {"n_heads": "${heads}", "length": "${length}"}}}
+    path = checkpoint(tmp_path / "o.ckpt", raw, raw, odd, "backbone.")
+    agree(convert.load(path, dtype="float64")["o"], expected(raw))
+    bare = {key: value for key, value in raw.items() if "inv_freq" not in key}
+    for heads in (1, HEADS):  # which then stand in the configuration alone
+        path = checkpoint(tmp_path / "b.ckpt", bare, raw, {"config": {"model": {"n_heads": heads}}}, "backbone.")
+        assert convert.load(path, ema=False)["b"].architecture.heads == heads  # type: ignore[attr-defined]
+    torn = {key: value for key, value in raw.items() if ".blocks.1." not in key}
+    with pytest.raises(UserError, match=r"blocks\.1\.norm1\.weight is missing"):  # there is a block 2, so there was a 1
+        convert.load(checkpoint(tmp_path / "torn.ckpt", torn, torn, {}, "backbone."), ema=False)
+
+
+@pytest.mark.parametrize(("vocab_size", "mask"), [(35, 4), (30_522, 103), (50_258, 50_257), (11, 10)])
+def test_the_mask_of_the_published_vocabularies(tmp_path: Path, vocab_size: int, mask: int) -> None:
+    """text8 in MDLM's repository: seven special tokens of which the mask is the fifth, then letters and a space."""
+    state = published(blocks=1)
+    for name in ("vocab_embed.embedding", "output_layer.linear.weight", "output_layer.linear.bias"):
+        state["backbone." + name] = torch.zeros(vocab_size, *state["backbone." + name].shape[1:])
+    folder = write(tmp_path / "m", state, CONFIG | {"vocab_size": vocab_size, "n_blocks": 1})
+    alone = shutil.copy(folder / "model.safetensors", tmp_path / "alone.safetensors")
+    assert convert.describe(folder)["mask_id"] == convert.describe(alone)["mask_id"] == mask
+    assert any("last one is assumed" in note for note in convert.describe(alone)["missing"]) == (vocab_size == 11)
+    assert convert.describe(alone, mask_id=7)["mask_id"] == 7
 
 
 def test_lightning_checkpoint_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,6 +394,20 @@ def test_lightning_checkpoint_is_refused_by_name(tmp_path: Path, monkeypatch: py
     hyper = {"config": stub_config({"algo": {"name": "duo"}}, monkeypatch)}
     with pytest.raises(UserError, match="uniform-state"):
         convert.load(checkpoint(path, raw, raw, hyper, "backbone."))
+    for left in ({"parameterization": "ar"}, {"algo": {"name": "ar"}}):
+        with pytest.raises(UserError, match="a left-to-right model"):
+            convert.load(checkpoint(path, raw, raw, {"config": left}, "backbone."))
+
+
+def test_lightning_checkpoint_without_an_average_says_so(tmp_path: Path) -> None:
+    raw = published()
+    torch.save({"state_dict": raw, "ema": None}, tmp_path / "a.ckpt")
+    family = convert.load(tmp_path / "a.ckpt", dtype="float64", length=LENGTH)
+    agree(family["a"], expected(raw))
+    assert family.meta["details"] == {"a": {"weights": "raw"}}
+    assert any("averaged weights" in note for note in family.meta["missing"])
+    quiet = convert.load(tmp_path / "a.ckpt", ema=False).meta["missing"]
+    assert not any("averaged weights" in note for note in quiet)
 
 
 # --------------------------------------------------------------------------------------------------------------- sedd
@@ -403,6 +456,9 @@ def test_sedd_bin_and_refusals(tmp_path: Path) -> None:
         convert.load(write(tmp_path / "s", {k: v for k, v in state.items() if k != "blocks.0.norm1.weight"}, SEDD))
     with pytest.raises(UserError, match="uniform"):
         convert.load(write(tmp_path / "u", state, SEDD | {"graph": {"type": "uniform"}}))
+    for noise in ("geometric", {"type": "geometric"}, ["geometric"]):
+        with pytest.raises(UserError, match=r"with noise .*geometric"):
+            convert.load(write(tmp_path / "g", state, SEDD | {"noise": noise}))
     safetensors.torch.save_file(state, tmp_path / "alone.safetensors")
     with pytest.raises(UserError, match="time_conditioning"):
         convert.load(tmp_path / "alone.safetensors")

@@ -194,9 +194,18 @@ def test_tensors_beyond_their_storage_are_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(6.0).reshape(2, 3)}, tmp_path / "a.pt")
     program = program_of(tmp_path / "a.pt")
     assert program.count(b"K\x02K\x03") == 1  # the shape (2, 3)
-    rewrite(tmp_path / "a.pt", tmp_path / "b.pt", program.replace(b"K\x02K\x03", b"K\x03K\x03"))
-    with pytest.raises(UserError, match="beyond"):
-        pickles.read(tmp_path / "b.pt")
+    assert program.count(b"K\x00K\x02K\x03") == 1  # and where it begins
+    for wrong in (b"K\x00K\x03K\x03", b"K\x01K\x02K\x03"):  # by three numbers, by one
+        rewrite(tmp_path / "a.pt", tmp_path / "b.pt", program.replace(b"K\x00K\x02K\x03", wrong))
+        with pytest.raises(UserError, match="beyond"):
+            pickles.read(tmp_path / "b.pt")
+
+
+def test_a_part_of_a_storage_is_read_from_where_it_begins(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).reshape(4, 6)
+    torch.save({"part": whole[1:3, 2:5], "turned": whole.T}, tmp_path / "a.pt")
+    found = pickles.read(tmp_path / "a.pt")
+    assert torch.equal(found["part"].read(), whole[1:3, 2:5]) and torch.equal(found["turned"].read(), whole.T)
 
 
 def test_deep_keys_do_not_hang(tmp_path: Path) -> None:

@@ -125,6 +125,9 @@ def test_published_numbers() -> None:
     assert (header, tensors, header + tensors) == (13_728, 876_201_984, 876_215_712)
     assert 4.565e9 < 4 * count(smdm.layout(smdm.Size(*smdm.SIZES[1028]))) < 4.575e9  # listed as 4.57 GB
     assert len(smdm.SIZES) == 30 == len(smdm._HEADS)
+    for millions, (blocks, heads, width, hidden) in smdm.SIZES.items():  # named by what they have apart from embeddings
+        assert (4 * width + 3 * hidden) * width * blocks / 1e6 == pytest.approx(millions, rel=0.02, abs=0.6)
+        assert width / heads in (64, 80, 128)
     assert set(smdm.layout(smdm.Size(BLOCKS, HEADS, E, F, V + 1))) == set(published())
 
 

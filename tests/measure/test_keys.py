@@ -110,6 +110,18 @@ def test_a_search_knows_them_too(what: str, tmp_path: Path) -> None:
     assert (trials(before, None, **options[0]) != fresh).any()
 
 
+@pytest.mark.parametrize("what", ["a", "judge"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_changed_in_memory_are_another_record(what: str, dtype: str, tmp_path: Path) -> None:
+    folder = family().save_pretrained(tmp_path / "family", dtype="float32")
+    of, store = Family.load(folder, dtype=dtype), tmp_path / "store"
+    before = log_ppls(of, store)
+    changed: Any = of[what] if what == "a" else of.judge
+    changed.output_layer.linear.bias.data[:9] += 2
+    fresh = log_ppls(of, None)
+    assert log_ppls(of, store) == fresh != before == log_ppls(Family.load(folder, dtype=dtype), store)
+
+
 def test_what_a_position_sees_is_part_of_a_network() -> None:
     """Equal tensors, other functions."""
     digests = {

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from relaylm.errors import UserError
 from relaylm.models.denoiser import Architecture, Denoiser, FromLogits, Transformer, build, expected_shapes
+from relaylm.models.layers import block_mask
 
 PLAIN = Architecture(vocab_size=23, length=12, width=24, depth=3, heads=3)
 ADALN = replace(PLAIN, adaln=True, cond_dim=10)
@@ -264,6 +265,48 @@ def test_flops_are_those_that_are_done(kind: str, positions: int | None) -> None
         else:
             model.logits_at(tokens_BL, t_B, torch.zeros(2, positions, dtype=torch.long))
     assert counter.get_total_flops() == 2 * model.flops(11, positions)
+
+
+def test_what_a_position_of_a_block_sees() -> None:
+    """Positions 3, 4 and 5 in blocks of four, after three finished ones."""
+    sees_LY = block_mask(3, 3, 4, torch.device("cpu"))
+    assert sees_LY is not None and sees_LY.int().tolist() == [[1, 1, 1, 1, 0, 0], [1] * 6, [1] * 6]
+    assert block_mask(2, 3, 4, torch.device("cpu")).int().tolist() == [[1, 1, 1, 1, 0], [1] * 5]  # type: ignore[union-attr]
+    assert block_mask(4, 8, 4, torch.device("cpu")) is None  # one block sees itself and all before it
+
+
+def test_tables_made_from_weights_follow_them() -> None:
+    model = network(BIASED)
+    table_VX = model.first_qkv()
+    assert model.first_qkv() is table_VX  # made once
+    with torch.no_grad():
+        model.vocab_embed.embedding[5] += 1
+    again_VX = model.first_qkv()
+    moved_V = (again_VX != table_VX).any(dim=1)
+    assert moved_V.nonzero().flatten().tolist() == [5]
+    model.load_state_dict(network(BIASED, seed=1).state_dict())
+    assert torch.equal(model.first_qkv(), network(BIASED, seed=1).first_qkv())
+
+
+@pytest.mark.parametrize("positions", [None, 3])
+def test_flops_after_finished_blocks_are_those_that_are_done(positions: int | None) -> None:
+    model = network(replace(PLAIN, block_length=4))
+    tokens_BL, t_B = batch(PLAIN, 12, rows=2)
+    at_BK = None if positions is None else torch.tensor([[0, 1, 3], [2, 1, 0]])
+    with torch.no_grad():
+        past = model.extend(tokens_BL[:, :8])
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            model.head(model.hidden_at(tokens_BL[:, 8:], t_B, at_BK, past))
+    assert counter.get_total_flops() == 2 * model.flops(4, positions, past=8)
+
+
+def test_flops_of_a_judge_at_some_positions() -> None:
+    """Its last block is not pruned, so all that is saved is the head."""
+    model = network(CAUSAL)
+    tokens_BL, t_B = batch(CAUSAL, 11, rows=2)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model.logits_at(tokens_BL, t_B, torch.tensor([[0, 1, 3], [2, 1, 0]]))
+    assert counter.get_total_flops() == 2 * model.flops(11, 3)
 
 
 def test_any_function_is_a_denoiser() -> None:

@@ -1,5 +1,6 @@
 """Families: what belongs together, exact and suspicious storage, crashes while saving."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -21,8 +22,9 @@ from hypothesis import strategies as st
 
 from relaylm.errors import UserError
 from relaylm.models import folder as folders
+from relaylm.models.about import describe, list_families
 from relaylm.models.denoiser import Architecture, FromLogits, Transformer
-from relaylm.models.family import Family, bundled, describe, list_families, pick_device
+from relaylm.models.family import BUNDLED, Family, bundled, mark, pick_device
 from relaylm.models.folder import save_family
 from relaylm.models.tokenizer import ByteTokenizer, JsonTokenizer, Text8Tokenizer
 
@@ -99,6 +101,9 @@ def test_ordered_from_light_to_heavy() -> None:
     wide = network(1, width=64)  # one block, but more work than three narrow ones
     family = Family({"c": network(3), "w": wide, "a": network(1)}, mask_id=27, vocab_size=28, length=16)
     assert family.names == ("a", "c", "w")
+    one, two = FromLogits(table), FromLogits(table)
+    one.depth, two.depth = 3, 1  # type: ignore[attr-defined]  # which say no cost
+    assert Family({"a": one, "b": two}, mask_id=3, vocab_size=4, length=3).names == ("b", "a")
     assert family.roles(None, None) == ("a", "w") and family.roles("c", "c") == ("c", "c")
     assert family["c"].depth == 3
 
@@ -108,6 +113,8 @@ def test_names() -> None:
     for ask in (lambda: family.roles("5b", None), lambda: family.check_names(["4b", "5b"]), lambda: family["5b"]):
         with pytest.raises(UserError, match="no model '5b' in this family: it has 4b"):
             ask()
+    both = Family({"d4": network(), "4b": network(2)}, mask_id=27, vocab_size=28, length=16)
+    assert both.named("4b") == "4b" and both.named("d4") == "d4" and family.named("d4") == "4b"
     for bad in ("L", "H", "heavy", "sandwich", "judge", "", "-a", "a b", "../a", "é", ".a", "a/b"):
         with pytest.raises(UserError, match="cannot name a model"):
             Family({bad: network()}, mask_id=27, vocab_size=28, length=16)
@@ -131,9 +138,14 @@ def test_models_that_do_not_belong_together() -> None:
             Family(**{"models": {"a": FromLogits(table)}, "mask_id": 3, "vocab_size": 4, "length": 3, **change})
 
 
-@pytest.mark.parametrize(("n", "length", "width", "rows"), [(100, 256, 256, 16), (3, 256, 256, 3), (100, 4096, 768, 1)])
+@pytest.mark.parametrize(
+    ("n", "length", "width", "rows"),
+    [(100, 256, 256, 16), (3, 256, 256, 3), (100, 4096, 768, 1), (100, 256, 8, 16), (100, 256, 4096, 4)],
+)
 def test_batch_size_on_the_cpu(n: int, length: int, width: int, rows: int) -> None:
-    one = network(width=width, length=4096)
+    """A million activations, but 1024 to 4096 tokens."""
+    one: Any = FromLogits(table)
+    one.architecture = types.SimpleNamespace(width=width, length=4096)
     assert Family({"a": one}, mask_id=27, vocab_size=28, length=4096).batch_size(n, length) == rows
 
 
@@ -150,11 +162,16 @@ def test_batch_size_on_cuda(monkeypatch: pytest.MonkeyPatch, free: int, length: 
     assert family.batch_size(1000, length) == rows and family.batch_size(1, length) == 1
 
 
-def test_devices() -> None:
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_device("auto").type in ("cpu", "cuda", "mps")
     for bad in ("gpu", "xpu", "meta", "cuda:99"):
         with pytest.raises(UserError, match=r"write auto"):
             pick_device(bad)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device("cuda:1") == torch.device("cuda:1") and pick_device("cuda").index is None
+    with pytest.raises(UserError, match="no cuda:2"):
+        pick_device("cuda:2")
 
 
 # ------------------------------------------------------------------------------------------------------- round trips
@@ -175,6 +192,10 @@ def test_round_trip_is_bit_exact(tmp_path: Path) -> None:
     assert same(family.twins["small"].state_dict(), options["twins"]["small"].state_dict())
     again = Family.from_pretrained(family.save_pretrained(tmp_path / "again"))
     assert same(weights(again), weights(family)) and again.judge is not None and again.name == "a name"
+    assert again.meta == {"steps": 3}
+    turned = dataclasses.replace(family, light="big", heavy="small")
+    again = Family.load(turned.save_pretrained(tmp_path / "turned"))
+    assert (again.light, again.heavy) == ("big", "small")
     assert not [path for path in folder.parent.iterdir() if path.name.startswith(".")]
 
 
@@ -182,6 +203,85 @@ def test_the_same_family_has_the_same_digest(tmp_path: Path) -> None:
     a, b = (Family.load(save_family(tmp_path / name, **two(name=name))) for name in "ab")
     c = Family.load(save_family(tmp_path / "c", **two(length=15)))
     assert a.digest == b.digest != c.digest and Family({"a": network()}, 27, 28, 16).digest is None
+
+
+def add_one(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.view(-1)[5] += 1
+
+
+CHANGES: dict[str, Any] = {
+    "in place": lambda model: add_one(model.blocks[0].attn_out.weight),
+    "behind PyTorch's back": lambda model: model.blocks[0].attn_out.weight.data.neg_(),
+    "through numpy": lambda model: model.output_layer.linear.bias.detach().numpy().__setitem__(3, 7.0),
+    "rows swapped": lambda model: model.vocab_embed.embedding.data.copy_(model.vocab_embed.embedding.flip(0)),
+    "words swapped": lambda model: model.vocab_embed.embedding.data.copy_(model.vocab_embed.embedding.flip(1)),
+    "a state": lambda model: model.load_state_dict(network(model.depth, 9).state_dict()),
+    "a replaced tensor": lambda model: setattr(model.blocks[0].norm1, "weight", torch.nn.Parameter(torch.zeros(8))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("what", ["big", "judge", "twin of small"])
+def test_weights_changed_in_memory_are_no_longer_those_of_the_folder(tmp_path: Path, what: str, change: str) -> None:
+    options = two(judge=network(1, 5, causal=True), twins={"small": network(1, 6)})
+    family = Family.load(save_family(tmp_path / "a", **options))
+    model: Any = {"big": family["big"], "judge": family.judge, "twin of small": family.twins["small"]}[what]
+    manifest = json.loads((tmp_path / "a/family.json").read_text())
+    assert family.digest == manifest["digest"] and family.entry("small") == manifest["models"]["small"]
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    CHANGES[change](model)
+    assert family.digest is None and family.entry(what) is None and family.entry("small") is not None
+    model.load_state_dict(before)
+    assert family.digest == manifest["digest"]
+    assert Family.load(family.save_pretrained(tmp_path / "b")).digest == family.digest
+
+
+def test_a_mark_knows_where_a_number_stands() -> None:
+    model = network(width=128)
+    weight, before = model.blocks[0].mlp[0].weight, mark(model)  # (512, 128): 4096 bytes are 8 rows
+    for a, b in ((weight[:8], weight[8:16]), (weight[3, :2], weight[3, 2:4])):
+        kept = a.clone()
+        a.copy_(b), b.copy_(kept)
+        assert mark(model) != before
+        b.copy_(a), a.copy_(kept)
+        assert mark(model) == before
+
+
+def test_another_model_under_the_name_is_not_that_of_the_folder(folder: Path) -> None:
+    family = Family.load(folder)
+    family.models["big"] = Transformer(dataclasses.replace(family["big"].architecture, heads=1))  # type: ignore
+    family["big"].load_state_dict(Family.load(folder)["big"].state_dict())  # type: ignore[attr-defined]
+    assert family.digest is None and family.entry("big") is None and family.entry("small") is not None
+    family = Family.load(folder)
+    del family.models["big"]  # type: ignore[attr-defined]
+    assert family.digest is None and family.entry("small") is not None and family.entry("none") is None
+
+
+def test_digits_that_rounding_lost_do_not_come_back(tmp_path: Path) -> None:
+    family = Family.load(save_family(tmp_path / "a", **two(judge=network(1, 5, causal=True), dtype="float32")))
+    assert family.judge is not None
+    digest = family.digest
+    assert digest is not None and family.to("cpu").digest == family.to("cpu", "float32").digest == digest
+    assert family.to("cpu", "bfloat16").digest == digest  # as a family loaded in bfloat16
+    assert family.to("cpu", "float32").digest is None  # rounded weights, which float32 would not have
+    assert family.to("cpu", "bfloat16").digest == digest
+    assert family.to("cpu", "float16").digest is None  # as many bits, other digits
+    family = Family.load(tmp_path / "a", dtype="bfloat16")
+    CHANGES["in place"](family["big"])
+    assert family.to("cpu", "bfloat16").digest is None
+
+
+def test_a_saved_family_keeps_its_texts_and_tables(tmp_path: Path) -> None:
+    pairs = json.loads((BUNDLED / "wiki-char" / "pairs.json").read_text())
+    folder = save_family(tmp_path / "a", **two(heldout="not seen in training\n", card="# Mine", pairs=pairs))
+    family = Family.load(folder)
+    again = Family.load(family.save_pretrained(tmp_path / "b"))
+    assert again.heldout is not None and again.heldout.read_text() == "not seen in training\n"
+    family.save_pretrained(folder, overwrite=True, name="renamed")  # over the folder that it was loaded from
+    assert (folder / "heldout.txt").read_text() == "not seen in training\n"
+    assert json.loads((folder / "pairs.json").read_text()) == pairs
+    assert (folder / "README.md").read_text().endswith("# Mine")
 
 
 def test_bfloat16_rounds_once(tmp_path: Path) -> None:
@@ -798,6 +898,9 @@ def test_describe(folder: Path) -> None:
     )
     assert about["bytes"] == sum(path.stat().st_size for path in folder.rglob("[!.]*") if path.is_file())
     assert about["missing"] == []
+    thin = save_family(folder.parent / "thin", {"a": network(2, mlp_ratio=2)}, TEXT8, length=16)
+    about, loaded = describe(thin)["models"]["a"], Family.load(thin)
+    assert (about["flops_per_call"], about["flops_full"]) == (loaded["a"].flops(16, 1), loaded["a"].flops(16))
     (folder / "big/model-00001-of-00001.safetensors").unlink()
     assert describe(folder)["missing"] == ["big/model-00001-of-00001.safetensors"]
     edit(folder, set_("length", to=10**400))
@@ -814,6 +917,10 @@ def test_list_families(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(entry["source"], entry["error"] is None) for entry in mine] == [("broken", False), ("fam", True)]
     assert mine[1]["models"] == ["small", "big"] and mine[1]["length"] == 16
     assert [entry["source"] for entry in list_families(folder) if not entry["bundled"]] == [str(folder)]
+    for deep in ("a/b/c", "a/b/d/e", ".hidden/f"):
+        shutil.copytree(folder, folder.parent / deep)
+    found = {entry["source"] for entry in list_families() if not entry["bundled"]}
+    assert found == {"broken", "fam", "a/b/c"}  # three folders deep, none of them hidden
 
 
 def test_one_bad_family_does_not_hide_the_others(folder: Path) -> None:

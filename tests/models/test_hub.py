@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,6 +193,28 @@ def test_what_cannot_be_pushed_is_refused_before_anything_is_sent(folder: Path, 
             hub.push(folder, "user/tiny")
     finally:
         (folder / "evil.bin").unlink()
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_what_is_to_be_private_is_made_private(folder: Path, monkeypatch: pytest.MonkeyPatch, private: bool) -> None:
+    asked = {}
+
+    class Api:
+        def __init__(self, **_: Any) -> None: ...
+
+        def create_repo(self, name: str, **options: Any) -> None:
+            asked.update(options, name=name)
+
+        def create_commit(self, *_: Any, **options: Any) -> Any:
+            return SimpleNamespace(commit_url=options["commit_message"])
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    assert hub.push(folder, "user/tiny", private=private) == "Add tiny"
+    assert asked == {
+        "name": "user/tiny",
+        "private": private or None,
+        "exist_ok": True,
+    }  # None: as the user's account says
 
 
 def test_save_pretrained_is_the_way_back(folder: Path, tmp_path: Path) -> None:
