@@ -300,8 +300,8 @@ def judges(records: Path) -> str:
     tau, (low, high) = found["kendall_tau"]["value"], found["kendall_tau"]["ci"]
     return (
         f"On {found['n']} samples of each of the seven hand-made schedules Kendall's tau of the two orders is "
-        f"{tau:.2f} ({low:.2f} to {high:.2f}), and they put {len(found['differ'])} of {len(found['pairs'])} pairs of "
-        "schedules in opposite orders, each significantly."
+        f"{tau:.2f} ({low:.2f} to {high:.2f}); of {len(found['pairs'])} pairs of schedules {len(found['differ'])} differ "
+        "significantly in opposite directions."
     )
 
 
