@@ -192,7 +192,41 @@ def test_a_prompt_is_kept_however_many_tokens_are_asked_for(
     assert caplog.text.count("are cut to rows of") == 4 + 2
 
 
+def test_a_long_text_is_the_sum_of_its_windows(folder: Path) -> None:
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
+    model = harness.model_class()(family=str(folder), schedule="heavy", steps=math.inf, calls=8, device="cpu")
+    text = "the river runs to the sea " * 4
+    (found,) = model.loglikelihood_rolling([request(text)])
+    windows = model.scheduled.windows(text)
+    each = model.scheduled.log_likelihoods(windows, range(len(windows)), "windows")
+    assert len(windows) == 3 and found == pytest.approx(each[:, 0].sum())
+    assert model.scheduled.standard_errors == [pytest.approx(math.sqrt((each[:, 1] ** 2).sum()))]
+
+
+def test_texts_end_where_the_model_ended_them_and_blanks_belong_to_what_follows() -> None:
+    scheduled = harness.Scheduled("wiki-bpe", "light", spacing=40, device="cpu")
+    ids = scheduled.tokenizer.encode("The river")
+    assert scheduled._text([*ids, scheduled.tokenizer.eos_id, *ids], []) == "The river"
+    assert scheduled.pair("The river ", "runs") == scheduled.pair("The river", " runs")
+
+
+def test_prompts_of_other_lengths_have_random_numbers_of_their_own(
+    heavy: harness.Scheduled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first: list[int] = []
+
+    def drawn(*args: Any, given: np.ndarray, first_row: int, **options: Any) -> Any:
+        first.append(first_row)
+        return SimpleNamespace(tokens=np.maximum(given, 0))
+
+    monkeypatch.setattr(harness, "sample", drawn)
+    heavy.generate(["a", "a", "bc", "bc", "def"], 3, [])
+    assert first == [0, 2, 4]
+
+
 def test_numbers_of_calls_and_seeds_are_checked(folder: Path) -> None:
+    for asked, rows in (("auto", 32), (1, 32), ("7", 7)):  # lm_eval says 1 unless it is given another
+        assert harness.Scheduled(str(folder), batch_size=asked, device="cpu").batch_size == rows  # type: ignore[arg-type]
     assert harness.Scheduled(str(folder), calls="8", device="cpu").calls == 8  # type: ignore[arg-type]
     for options in ({"calls": 0}, {"calls": "many"}, {"seed": -1}):
         with pytest.raises(UserError, match="must be a whole number from"):

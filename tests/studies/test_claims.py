@@ -53,11 +53,14 @@ def test_the_search_needs_its_worst_inside_its_best_outside_and_both_apart() -> 
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "answer"),
-    [(0.25, 0.75, True), (0.2, 0.5, None), (0.5, 0.8, None), (0.1, 0.2, False), (0.8, 0.9, False), (0.2, 0.8, None)],
+    ("low", "t", "high", "answer"),
+    [(0.25, 0.5, 0.75, True), (0.2, 0.3, 0.5, None), (0.2, 0.2, 0.3, None), (0.7, 0.8, 0.8, None)]
+    + [(0.1, 0.2, 0.2, False), (0.8, 0.8, 0.9, False), (0.2, 0.5, 0.8, None)],
 )
-def test_a_peak_is_inside_or_outside_with_all_of_its_interval(low: float, high: float, answer: bool | None) -> None:
-    pair = {"light": "4b", "peak_t": (low + high) / 2, "peak_t_ci": [low, high], "peak_t_relative": None, "kl": [1.0]}
+def test_a_peak_is_inside_or_outside_with_all_of_its_interval(
+    low: float, t: float, high: float, answer: bool | None
+) -> None:
+    pair = {"light": "4b", "peak_t": t, "peak_t_ci": [low, high], "peak_t_relative": None, "kl": [1.0]}
     assert says(claims.middle_matters, {"disagreement": {"pairs": [pair]}}) == [answer]
 
 
@@ -171,3 +174,25 @@ def test_the_middle_is_set_against_as_many_at_the_ends() -> None:
     eighths = [logs[f"e{j}"].mean() for j in range(8)]
     expected = np.mean(eighths[2:6]) - np.mean(eighths[:2] + eighths[6:])
     assert found["eighths"]["difference"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("outcome", "answer"), [("wins", False), ("loses", True), ("level", None)])
+def test_a_rivals_outcome_is_that_of_the_comparison(outcome: str, answer: bool | None) -> None:
+    item = {"schedule": "sandwich", "rival": "H9", "what": "fewer", "flops_ratio": 0.7, "p_holm": 0.2}
+    item |= {"difference": 0.01, "ci": [0.005, 0.015], "outcome": outcome}
+    result = {**schedules({}), "rivals": [item, {**item, "schedule": "quarter:1"}]}
+    (finding,) = claims.no_rival_wins({"schedules": {"by_light": {"4b": result}}})
+    assert finding.says is answer and "against the sandwich at 70% of its FLOPs" in finding.evidence
+    assert ("among 2 contests p = 0.20" in finding.evidence) == (answer is None)
+
+
+def test_contests_have_students_intervals() -> None:
+    (finding,) = claims._contests([("here", "10b alone", 1.0, -0.1, 0.05, 5)])
+    assert finding.says is None and finding.evidence.startswith("10b alone -0.1000 (-0.2388 to +0.0388)")
+
+
+def test_early_steps_are_not_robust_only_beyond_the_chance_of_two_quarters() -> None:
+    two = stats.norm.ppf(1 - 0.025 / 2)  # 2.24
+    for factor, answer in ((two + 0.05, False), (two - 0.05, None)):
+        pairs = pairs_of({"quarter:1": 0.1, "quarter:2": 0.0, "quarter:3": 0.2}, 0.1 / factor)
+        assert claims.early_is_robust(pairs) is answer

@@ -123,6 +123,18 @@ def test_words_for_losses_that_overlap_compound_or_add() -> None:
         assert "savings multiply to within 0.0%" in answer([found])
         assert (kind if kind != "add" else "add up as far as can be told") in answer([found])
     assert "Nothing was combined" in answer([])
+    said = answer([item(0.6), item(1.0)])
+    assert "(interaction +0.0" in said and "beside a sum of +0.8" in said  # the mean of -0.2 and +0.2
+    for left, words in (
+        (0.091, "multiply to within 9.0%"),
+        (0.109, "multiply to within 9.0%"),
+        (0.089, "do not multiply"),
+    ):
+        found = item(0.8)
+        found["flops"]["both"] = left
+        assert f"savings {words}" in answer([found])
+    found["flops"]["both"] = 0.111
+    assert "savings do not multiply (both over product 1.110 to 1.110)" in answer([found])
 
 
 def test_pareto_front_by_brute_force() -> None:
