@@ -334,7 +334,7 @@ def _ratio(row: Mapping[str, Any], other: Mapping[str, Any]) -> float:
 
 def _contests(contests: Sequence[Contest]) -> Iterator[Finding]:
     """An outcome must stand the adjustment for the number of all these contests (Holm)."""
-    adjusted = metrics.holm([_chance(*item) for _, _, _, *item in contests])
+    adjusted = metrics.holm([_chance(value, error, rows) for *_, value, error, rows in contests])
     for (where, what, ratio, value, error, rows), p in zip(contests, adjusted, strict=True):
         half, level = float(stats.t.ppf(0.975, max(1, rows - 1))) * error, p >= 1 - metrics.LEVEL
         item = value, value - half, value + half
