@@ -298,10 +298,11 @@ def judges(records: Path) -> str:
     """How far two judges agree."""
     found = load(records, "judges/wiki-char")
     tau, (low, high) = found["kendall_tau"]["value"], found["kendall_tau"]["ci"]
+    pairs, apart = len(found["pairs"]), len(found["differ"])
     return (
         f"On {found['n']} samples of each of the seven hand-made schedules Kendall's tau of the two orders is "
-        f"{tau:.2f} ({low:.2f} to {high:.2f}), and they put {len(found['differ'])} of {len(found['pairs'])} pairs of "
-        "schedules in opposite orders, each significantly."
+        f"{tau:.2f} ({low:.2f} to {high:.2f}); of {pairs} pairs of schedules {apart} differ significantly in opposite "
+        "directions."
     )
 
 

@@ -36,7 +36,7 @@ import torch
 
 from relaylm.console import note, progress_bar
 from relaylm.core.schedule import Schedule
-from relaylm.errors import UserError
+from relaylm.errors import UserError, whole
 from relaylm.measure.likelihood import without_mask
 from relaylm.measure.plan_likelihood import continuation_bound
 from relaylm.models.family import Family
@@ -85,7 +85,7 @@ class Scheduled:
         self.schedule, self.steps, self.rule = asked.policy, asked.steps, asked.rule
         self.followed, self.times = resolve(asked.policy, asked.steps, asked.rule)  # refuses what does not go together
         self.models = {name: self.family[name] for name in asked.policy.models}
-        self.calls, self.seed = int(calls), int(seed)
+        self.calls, self.seed = whole(_number(calls), "calls"), whole(_number(seed), "seed", 0)
         rows = str(batch_size)  # lm_eval says 1 unless it is given another
         self.batch_size = int(rows) if rows.isdigit() and int(rows) > 1 else 32
         wraps = self.family.meta.get("preset", {}).get("packing") == "wrap"
@@ -205,19 +205,24 @@ class Scheduled:
     # -------------------------------------------------------------------------------------------- generation
 
     def generate(self, prompts: Sequence[str], tokens: int, stops: Sequence[str], **law: Any) -> list[str]:
-        """`tokens` new tokens after each prompt, cut at the first stop; `law` is temperature, top_p and top_k."""
-        tokens = min(tokens, self.space - 1)
-        free = [-1] * min(tokens + len(self.back), self.space)  # what is behind the text is written too, and cut off
-        rows = [self.row(self.tokenizer.encode(prompt, strict=False), free) for prompt in prompts]
+        """`tokens` new tokens after each prompt, cut at the first stop; fewer where a row does not hold them beside the
+        prompt, of which a quarter of a row is kept at least. `law` is temperature, top_p and top_k."""
+        encoded = [self.tokenizer.encode(prompt, strict=False) for prompt in prompts]
+        behind = len(self.back)  # places behind the text are written too, and cut off
+        new = [min(tokens, max(1, self.space - behind - min(len(ids), self.space // 4))) for ids in encoded]
+        if cut := sum(count < tokens or len(ids) + count + behind > self.space for ids, count in zip(encoded, new)):
+            about = cut, len(prompts), tokens, self.space
+            LOG.warning("%d of %d prompts and %d new tokens are cut to rows of %d", *about)
+        rows = [self.row(ids, [-1] * (count + behind)) for ids, count in zip(encoded, new)]
         rows = [[-1 if token == self.family.mask_id else token for token in row] for row in rows]
-        start = -len(free) - len(self.back)
         out = [""] * len(rows)
         for part in _same_length(rows):
             given = np.array([rows[index] for index in part])
             where: dict[str, Any] = {"given": given, "seed": self.seed, "first_row": part[0]}
             drawn = sample(self.family, self.schedule, len(part), steps=self.steps, rule=self.rule, **where, **law)
             for index, row in zip(part, drawn.tokens):
-                out[index] = self._text(row[start:].tolist()[:tokens], stops)
+                written = row[len(row) - new[index] - 2 * behind :][: new[index]]
+                out[index] = self._text(written.tolist(), stops)
         return out
 
     def _text(self, ids: list[int], stops: Sequence[str]) -> str:
@@ -226,6 +231,11 @@ class Scheduled:
         for stop in stops:
             text = text.split(stop)[0] if stop else text
         return text
+
+
+def _number(value: Any) -> Any:
+    """A number that was given as text."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 def _same_length(rows: Sequence[Sequence[int]]) -> list[list[int]]:

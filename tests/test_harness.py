@@ -160,6 +160,79 @@ def test_a_mark_is_given_where_the_rows_of_training_had_one() -> None:
     assert scheduled.schedule.spacing is not None  # the family's own
 
 
+@pytest.mark.parametrize("family", ["wiki-bpe", "wiki-char"])  # rows with marks, and without
+def test_a_prompt_is_kept_however_many_tokens_are_asked_for(
+    family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduled = harness.Scheduled(family, "light", spacing=2, device="cpu")
+    front, behind, length = len(scheduled.front), len(scheduled.back), scheduled.family.length
+    rows: list[np.ndarray] = []
+
+    def drawn(*args: Any, given: np.ndarray, **options: Any) -> Any:
+        rows.extend(given)
+        return SimpleNamespace(tokens=np.maximum(given, 0))
+
+    def asked(prompt: str, tokens: int) -> tuple[list[int], list[int], int]:
+        """The prompt's tokens, those that were given, and how many the text has."""
+        rows.clear()
+        scheduled.generate([prompt], tokens, [])
+        place = int(np.argmax(rows[0][front:] < 0)) + front  # the first that is free
+        free = int((rows[0] < 0).sum()) - behind - max(0, behind - 1)
+        assert len(rows[0]) <= length
+        return scheduled.tokenizer.encode(prompt, strict=False), rows[0][front:place].tolist(), free
+
+    monkeypatch.setattr(harness, "sample", drawn)
+    room = scheduled.space - behind
+    for tokens in (5, room - 20, room, 10 * length):
+        ids, kept, free = asked("the river", tokens)
+        assert kept == ids and free == min(tokens, room - len(ids))
+        ids, kept, free = asked("of the river " * 300, tokens)
+        assert free == min(tokens, room - scheduled.space // 4)
+        assert kept == ids[len(ids) - len(kept) :] and len(kept) == room - free
+    assert caplog.text.count("are cut to rows of") == 4 + 2
+
+
+def test_a_long_text_is_the_sum_of_its_windows(folder: Path) -> None:
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
+    model = harness.model_class()(family=str(folder), schedule="heavy", steps=math.inf, calls=8, device="cpu")
+    text = "the river runs to the sea " * 4
+    (found,) = model.loglikelihood_rolling([request(text)])
+    windows = model.scheduled.windows(text)
+    each = model.scheduled.log_likelihoods(windows, range(len(windows)), "windows")
+    assert len(windows) == 3 and found == pytest.approx(each[:, 0].sum())
+    assert model.scheduled.standard_errors == [pytest.approx(math.sqrt((each[:, 1] ** 2).sum()))]
+
+
+def test_texts_end_where_the_model_ended_them_and_blanks_belong_to_what_follows() -> None:
+    scheduled = harness.Scheduled("wiki-bpe", "light", spacing=40, device="cpu")
+    ids = scheduled.tokenizer.encode("The river")
+    assert scheduled._text([*ids, scheduled.tokenizer.eos_id, *ids], []) == "The river"
+    assert scheduled.pair("The river ", "runs") == scheduled.pair("The river", " runs")
+
+
+def test_prompts_of_other_lengths_have_random_numbers_of_their_own(
+    heavy: harness.Scheduled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first: list[int] = []
+
+    def drawn(*args: Any, given: np.ndarray, first_row: int, **options: Any) -> Any:
+        first.append(first_row)
+        return SimpleNamespace(tokens=np.maximum(given, 0))
+
+    monkeypatch.setattr(harness, "sample", drawn)
+    heavy.generate(["a", "a", "bc", "bc", "def"], 3, [])
+    assert first == [0, 2, 4]
+
+
+def test_numbers_of_calls_and_seeds_are_checked(folder: Path) -> None:
+    for asked, rows in (("auto", 32), (1, 32), ("7", 7)):  # lm_eval says 1 unless it is given another
+        assert harness.Scheduled(str(folder), batch_size=asked, device="cpu").batch_size == rows  # type: ignore[arg-type]
+    assert harness.Scheduled(str(folder), calls="8", device="cpu").calls == 8  # type: ignore[arg-type]
+    for options in ({"calls": 0}, {"calls": "many"}, {"seed": -1}):
+        with pytest.raises(UserError, match="must be a whole number from"):
+            harness.Scheduled(str(folder), device="cpu", **options)  # type: ignore[arg-type]
+
+
 def test_without_lm_eval_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     harness.model_class.cache_clear()

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> tools.Result:
     from relaylm.studies.compose import view
 
     result = measured(args) if args.recorded is None else with_infinities(read_object(expand(args.recorded)))
-    if result.get("kind") != "compose":
+    if result.get("kind") != "compose" or not {"rows", "combinations", "answer"} <= result.keys():
         raise UserError(f"{args.recorded} is not what `relaylm compose --json` writes")
     tools.show(args, view.render(result))
     tools.draw_last(args, view.plot, result)

@@ -4,12 +4,13 @@ Example: relaylm reproduce --family wiki-char --scale cpu --out reproduce
 
 import argparse
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from relaylm.cli import tools
-from relaylm.cli.options import add_shared, positive
+from relaylm.cli.options import add_shared, at_least_2
 from relaylm.console import table
+from relaylm.errors import UserError
+from relaylm.files import expand
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "family")
     add("--scale", default="auto", choices=("auto", "cpu", "gpu", "paper"), help="how large; auto is by the device")
     add("--only", nargs="+", metavar="NAME", help="only these experiments (default: all; an unknown name lists them)")
-    add("--samples", type=positive, help="of each schedule (default: those of the scale)")
+    add("--samples", type=at_least_2, help="of each schedule (default: those of the scale)")
     add("--out", metavar="FOLDER", default="reproduce", help="where report, figures, tables and data go")
     add("--store", metavar="FOLDER", help="samples and scores (default: store in --out)")
     add("--text", metavar="FILE", help="held-out text (default: heldout.txt beside the family, if there)")
@@ -39,6 +40,8 @@ def run(args: argparse.Namespace) -> tools.Result:
     def load(source: str | None) -> Any:
         return None if source is None else Family.load(source, device=args.device)
 
+    if args.records is not None and not expand(args.records).is_dir():
+        raise UserError(f"there is no folder {args.records} (--records)")
     only = [name for word in args.only or () for name in word.split(",")]
     stages = [source for word in args.stages or () for source in word.split(",")]
     family = tools.load_family(args)
@@ -51,7 +54,7 @@ def run(args: argparse.Namespace) -> tools.Result:
     for name, item in result["experiments"].items():
         if item["status"] == "not run":
             tools.note(f"{name} was not run: {item['reason']}")
-    here = {v.claim.name: [asdict(finding) for finding in v.findings] for v in judge_all(load_all(Path(args.out)))}
+    here = {v.claim.name: [asdict(finding) for finding in v.findings] for v in judge_all(load_all(expand(args.out)))}
     rows = []
     for claim in result["claims"]:
         claim["recorded"] = claim["findings"] != here.get(claim["claim"])

@@ -8,7 +8,7 @@ format follows from its name (.png, .svg, .pdf) and returns its path. matplotlib
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,9 @@ def plot_front(result: Mapping[str, Any], path: str | Path) -> Path:
         points(axes, x, y, ci, label=name, linewidth=1, markersize=4, capsize=2, **nth(j))
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=2)
-    finish(axes, "calls a row", "loss, nats x 100 a position", zero=BLACK)
+    plain_ticks(axes.xaxis, one_two_five(0, 5))
+    plain_ticks(axes.yaxis, both_sides(0, 4), signed)
+    finish(axes, "calls a row", "loss, hundredths of a nat a position", zero=BLACK)
     what = f"{result['family']['name']}: {result['model']} against T = {result['length']} uniform steps"
     return save_figure(figure, path, f"{what}, {result['rows']} rows")
 
@@ -154,6 +156,31 @@ def reach(values: Any, ci: Any) -> np.ndarray:
     low, high = np.array(ci, dtype=float).reshape(-1, 2).T
     y = np.array(values, dtype=float)
     return np.nan_to_num(np.maximum(0, [y - low, high - y]), posinf=0)
+
+
+def one_two_five(first: int, last: int) -> list[float]:
+    """1, 2, 5, 10, ... between two powers of ten."""
+    return [k * 10.0**e for e in range(first, last) for k in (1, 2, 5)] + [10.0**last]
+
+
+def both_sides(first: int, last: int) -> list[float]:
+    """The same with 0 and the negative ones."""
+    up = one_two_five(first, last)
+    return [*(-value for value in up), 0.0, *up]
+
+
+def signed(value: float) -> str:
+    """A number with its sign; 0 without."""
+    return f"{value:+g}" if value else "0"
+
+
+def plain_ticks(axis: Any, values: Sequence[float], text: Callable[[float], str] = "{:g}".format) -> None:
+    """Ticks at these values alone, as plain numbers: on a logarithmic axis matplotlib labels only powers of ten."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axis.set_major_locator(FixedLocator(values))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+    axis.set_minor_locator(NullLocator())
 
 
 def finish(

@@ -163,6 +163,7 @@ def test_render(result: dict[str, Any]) -> None:
     text = render(result)
     for words in ("3 against 1 blocks", "times faster", "slope of time saved", "1/alpha", "KV cache", "no compiler"):
         assert words in text
+    assert "1/alpha" not in render({**result, "alpha": None}) and "nats" not in render({**result, "kl_to_fp32": None})
     empty = dict.fromkeys(KEYS) | {k: result[k] for k in ("settings", "machine", "errors")}
     assert "MDLM" in render({**empty, "alpha": None, "breakdown_light": None, "engine_tokens_per_s": None})
 

@@ -18,6 +18,7 @@ from relaylm.measure.store import Store
 from relaylm.models.family import Family
 from relaylm.models.tokenizer import Text8Tokenizer
 from relaylm.sampling.sample import sample
+from relaylm.studies.compose import compose as compose_module
 from relaylm.studies.compose import view as compose_view
 from relaylm.studies.compose.compose import Measured, answer, cells, combinations, combined, compose, kind_of, pareto
 
@@ -122,6 +123,18 @@ def test_words_for_losses_that_overlap_compound_or_add() -> None:
         assert "savings multiply to within 0.0%" in answer([found])
         assert (kind if kind != "add" else "add up as far as can be told") in answer([found])
     assert "Nothing was combined" in answer([])
+    said = answer([item(0.6), item(1.0)])
+    assert "(interaction +0.0" in said and "beside a sum of +0.8" in said  # the mean of -0.2 and +0.2
+    for left, words in (
+        (0.091, "multiply to within 9.0%"),
+        (0.109, "multiply to within 9.0%"),
+        (0.089, "do not multiply"),
+    ):
+        found = item(0.8)
+        found["flops"]["both"] = left
+        assert f"savings {words}" in answer([found])
+    found["flops"]["both"] = 0.111
+    assert "savings do not multiply (both over product 1.110 to 1.110)" in answer([found])
 
 
 def test_pareto_front_by_brute_force() -> None:
@@ -197,6 +210,9 @@ def test_what_the_store_has_is_shown_without_sampling(
     missing = {(cell["line"], cell["dial"]) for cell in more["missing"]}
     assert missing == {("ancestral", "T=6"), ("low-confidence:4", "T=6")} | {("random", f"T={t}") for t in (3, 6, 12)}
     assert len(more["missing"]) == 25 and "25 of 45 cells not measured" in compose_view.render(more)
+    monkeypatch.setattr(compose_module, "announce_samples", lambda *args: pytest.fail("nothing takes time"))
+    options: dict[str, Any] = {"store": tmp_path / "s", "stored_only": True}
+    compose(family, ["ancestral"], (3,), None, 10, seed=4, progress=True, **options)
     with pytest.raises(UserError, match="none of the 5 cells"):
         grid(["random"], (3,), stored_only=True)
     with pytest.raises(UserError, match="--store FOLDER"):
@@ -328,9 +344,10 @@ def test_the_command_and_its_recorded_file(tmp_path: Path, capsys: pytest.Captur
     assert found["gen_ppl"] == pytest.approx(np.exp(scores.written_nll_n / scores.written_count_n).mean(), rel=1e-4)
     recorded = ["compose", "--recorded", str(target), "--markdown", str(page)]
     assert cli.main(recorded) == 0 and capsys.readouterr().out == shown and "| ancestral |" in page.read_text()
-    (tmp_path / "other.json").write_text("{}")
-    assert cli.main(["compose", "--recorded", str(tmp_path / "other.json")]) == 2
-    assert "is not what" in capsys.readouterr().err
+    for other in ("{}", '{"kind": "compose"}'):
+        (tmp_path / "other.json").write_text(other)
+        assert cli.main(["compose", "--recorded", str(tmp_path / "other.json")]) == 2
+        assert "is not what" in capsys.readouterr().err
     folder = str(tmp_path / "toy")
     for flags, word in (
         (["--rules", "nonsense"], "the rules are"),

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import generate
@@ -20,6 +24,17 @@ ROOT = Path(__file__).parents[2]
 def test_generated_parts_are_current(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert generate.refreshed(text, ROOT / "results") == text, "run `python docs/generate.py`"
+
+
+def test_the_reference_is_that_of_the_package_beside_the_documents(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    package = tmp_path / "relaylm"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('the package of this checkout')\n", encoding="utf-8")
+    elsewhere = {**os.environ, "PYTHONPATH": str(ROOT)}  # where an installed package would be
+    command = [sys.executable, str(tmp_path / "docs" / "generate.py")]
+    done = subprocess.run(command, env=elsewhere, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "the package of this checkout" in done.stderr
 
 
 def test_modules_that_the_architecture_names_exist() -> None:

@@ -30,7 +30,7 @@ from relaylm.models.folder import save_family
 from relaylm.models.tokenizer import Text8Tokenizer
 from relaylm.sampling.denoise import denoise
 from relaylm.sampling.reference import truncation_weight
-from relaylm.studies.paper import document, experiments, mdlm_experiments, reproduce
+from relaylm.studies.paper import document, experiments, figures, mdlm_experiments, reproduce
 from relaylm.studies.paper import numbers as paper
 from relaylm.studies.paper.claims import CLAIMS, Claim, Finding, above_twin, judge, verdicts
 from relaylm.studies.paper.contrasts import against, contrasts
@@ -183,6 +183,19 @@ def verdict_of(name: str, data: dict[str, Any]) -> str:
     return next(v.verdict for v in verdicts(data) if v.claim.name.startswith(name))
 
 
+def test_stretches_stand_at_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(kind: str, stretch: int) -> dict[str, Any]:
+        return {"kind": kind, "stretch": stretch, "loss": 0.1, "ci": [0.0, 0.2]}
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
+    light, stride = ([row(kind, j) for j in range(3)] for kind in ("light", "stride"))
+    for rows in (light, light + stride):
+        figures.stretches({"rows": rows, "stretches": 3, "sparse": 4}, tmp_path / "x.png")
+    (alone,), both = ([list(c.lines[0].get_xdata()) for c in f.axes[0].containers] for f in drawn)
+    assert alone == [0, 1, 2] and np.allclose(both, [[-0.1, 0.9, 1.9], [0.1, 1.1, 2.1]])
+
+
 def test_contrasts_find_known_differences() -> None:
     result = fake(PAPERLIKE)
     for name, shift in PAPERLIKE.items():
@@ -310,6 +323,16 @@ def test_a_recommendation_that_costs_less_than_it_might_is_no_contest_of_its_own
     ]
 
 
+def test_a_rival_that_costs_far_less_is_said_to() -> None:
+    result = on_fresh_rows({"sandwich 0.2": 0.0, "whole 0.2": 0.1, "fewer 0.2": 0.1})
+    saved = {"sandwich 0.2": 0.2, "whole 0.2": 0.6, "fewer 0.2": 0.23}
+    result["fresh"]["rows"] = [{**row, "saved": saved[row["schedule"]]} for row in result["fresh"]["rows"]]
+    found = of_the_tuner({"tuner": result})
+    evidence = {what: finding.evidence for (_, what), finding in found.items()}
+    assert "against the sandwich at 50% of its FLOPs on" in evidence["8b alone"]
+    assert "FLOPs" not in evidence["12b alone in 9 steps"]  # 0.77 / 0.8
+
+
 def test_an_outcome_on_fresh_rows_stands_the_number_of_contests() -> None:
     """Two rivals exactly as far below the sandwich as a lone contest would need and a little more."""
     rng = np.random.default_rng(1)
@@ -358,8 +381,8 @@ def test_searches_of_the_same_tokens_count(tmp_path: Path) -> None:
     whole = {"family": about, "steps": 64, "influence": {"d4": harm}}
     whole |= {"influence_ci": {"d4": [[value - 0.1, value + 0.1] for value in harm]}}
     beside = {"difference": -0.05, "ci": [-0.07, -0.03], "error": 0.01, "rows": 200}
-    rows = [{"what": "d12 alone in 53 steps", "kind": "rival", "against_sandwich": beside}]
-    rows += [{"what": kind, "kind": kind, "against_sandwich": beside} for kind in ("mixed", "sandwich")]
+    kinds = {"d12 alone in 53 steps": "rival", "mixed": "mixed", "sandwich": "rival"}
+    rows = [{"what": what, "kind": kind, "saved": 0.2, "against_sandwich": beside} for what, kind in kinds.items()]
     write_json(tmp_path / "search" / "tokens-210.json", whole)
     tuned = {"family": about, "steps": 64, "all": [{"saved": 1 / 6, "rows": rows}]}
     write_json(tmp_path / "search" / "tokens.json", tuned)
@@ -710,6 +733,17 @@ def test_other_settings_are_run_anew(families: dict[str, Family], tmp_path: Path
         assert found["experiments"]["disagreement"]["status"] == status
 
 
+def test_an_experiment_depends_on_the_texts_that_it_reads(families: dict[str, Family]) -> None:
+    text, other = (np.arange(k, k + 50) % 27 for k in (0, 1))
+    setup = reproduce.Setup(families["main"], TOY, text=text, second=families["second"], second_text=text)
+    keys = {e.name: reproduce._key(e, setup) for e in reproduce.EXPERIMENTS}
+    changed = {e.name for e in reproduce.EXPERIMENTS if reproduce._key(e, replace(setup, text=other)) != keys[e.name]}
+    assert changed == set(reproduce.NAMES)
+    elsewhere = replace(setup, second_text=other)
+    changed = {e.name for e in reproduce.EXPERIMENTS if reproduce._key(e, elsewhere) != keys[e.name]}
+    assert changed == {"second-corpus"}
+
+
 @pytest.mark.usefixtures("alone")
 def test_another_edition_of_an_experiment_is_run_anew(
     families: dict[str, Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -941,10 +975,19 @@ def test_from_the_command_line(
     result = json.loads((tmp_path / "r.json").read_text())
     assert set(result["experiments"]) == {"disagreement", "depths"} and result["scale"]["samples"] == 4
     assert data_of(tmp_path / "out", "depths")["seed"] == 3
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words[words.index("--out") + 1] = "~/out"  # what a file of flags says
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*words, "--only", "depths", "--json", str(tmp_path / "r.json")]) == 0
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["experiments"]["depths"]["status"] == "kept" and not any(c["recorded"] for c in result["claims"])
     assert cli.main([*words, "--only", "precision"]) == 0
     assert "precision was not run: it needs a family with a large vocabulary (--bpe)" in capsys.readouterr().err
     assert cli.main([*words, "--only", "nothing", "--records", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+    assert cli.main([*words, "--only", "depths", "--records", str(tmp_path / "nowhere")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert cli.main([*words, "--only", "depths", "--samples", "1"]) == 2
     assert cli.main(["reproduce", "--family", family, "--scale", "huge"]) == 2
     with pytest.raises(UserError, match="cpu, gpu, paper"):
         reproduce.reproduce(families["main"], "huge", tmp_path)

@@ -12,7 +12,7 @@ import pytest
 from relaylm.core.schedule import Spacing
 from relaylm.measure.likelihood import held_out
 from relaylm.models.family import Family
-from relaylm.show.figures import plot_front
+from relaylm.show import figures
 from relaylm.studies.record import common, spacing
 
 
@@ -51,4 +51,10 @@ def test_a_record_is_continued_and_drawn(tmp_path: Path, monkeypatch: pytest.Mon
         assert one["plan"] == other["plan"] and one["nats"] == pytest.approx(other["nats"], rel=1e-6)
         assert one["calls"] == pytest.approx(other["calls"])
         assert (one["predicted"] is None) == one["plan"].startswith(("surest", "dus"))
-    assert plot_front(both, tmp_path / "front.svg").exists()
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path, title: drawn.append(figure))
+    figures.plot_front(both, tmp_path / "front.svg")
+    (axes,) = drawn[0].axes
+    drawn[0].draw_without_rendering()
+    calls = {float(label.get_text()) for label in axes.get_xticklabels()}  # plain numbers, not powers of ten
+    assert {1, 2, 5, 10, 20} <= calls and {"-5", "0", "+5"} <= {label.get_text() for label in axes.get_yticklabels()}

@@ -235,12 +235,13 @@ def render(result: dict[str, Any]) -> str:
             shown = ", ".join(f"{part} {found[part]:.1%}" for part in ("blocks", "head", "drawing", "host"))
             lines.append(f"where the {name} engine's time goes: {shown}")
     lines += [*_shares(result), ""]
-    lines += [
-        f"smaller blocks alone could make MDLM's sampler {_show(get('bound_1_over_alpha'), '.2f')} times faster: "
-        f"1/alpha, alpha = {_show(get('alpha'), '.3f')} (the paper's 1/(1-alpha) is a slip: "
-        f"{_show(get('paper_slip_1_over_1_minus_alpha'), '.2f')})",
-        f"KL of the engine to the fp32 network: {_show(get('kl_to_fp32'), '.2e')} nats",
-    ]
+    if (alpha := get("alpha")) is not None:
+        lines.append(
+            f"smaller blocks alone could make MDLM's sampler {result['bound_1_over_alpha']:.2f} times faster: 1/alpha, "
+            f"alpha = {alpha:.3f} (the paper's 1/(1-alpha) is a slip: {result['paper_slip_1_over_1_minus_alpha']:.2f})"
+        )
+    if (kl := get("kl_to_fp32")) is not None:
+        lines.append(f"KL of the engine to the fp32 network: {kl:.2e} nats")
     if get("peak_memory_engine"):
         mine, theirs = result["peak_memory_engine"] / 2**30, result["peak_memory_reference"] / 2**30
         at = f"at batch {result['peak_memory_batch']}"
@@ -259,7 +260,7 @@ def render(result: dict[str, Any]) -> str:
         ]
         lines += ["", table(head, by_distance)]
     if found := get("rules"):
-        columns = {"calls_per_row": ".1f", "rows_per_second": ".3g", "gflop_per_row": ",.0f"}
+        columns = {"calls_per_row": ".1f", "rows_per_second": ".3g", "gflop_per_row": ",.4g"}
         of_rules = [(name, *(_show(e[k], form) for k, form in columns.items())) for name, e in found.items()]
         lines += ["", table(["plan or rule", "calls a row", "rows a second", "GFLOP a row"], of_rules)]
     if found := get("latency"):

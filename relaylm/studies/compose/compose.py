@@ -163,7 +163,7 @@ def compose(
         raise UserError(f"the store has none of the {len(grid)} cells of this grid, as they would be on this device")
     grid = [cell for cell in grid if cell not in missing]
     specs = [(f"{cell.line} {cell.dial} {cell.label}", cell.spec) for cell in grid]
-    if progress:
+    if progress and not stored_only:
         announce_samples(family, n * len(grid), length, "-n and --length make it shorter")
     drawn = evaluator.evaluate(specs, progress)
     found = [measured(family, cell, *each) for cell, each in zip(grid, drawn, strict=True)]

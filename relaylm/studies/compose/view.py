@@ -7,7 +7,7 @@ no number is typed by hand.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -19,7 +19,7 @@ from relaylm.console import table, terminal_width, wrapped
 from relaylm.errors import UserError
 from relaylm.files import atomic_write, expand, read_bytes
 from relaylm.show.colours import COLOURS, MARKERS
-from relaylm.show.figures import finish, panels, save_figure
+from relaylm.show.figures import both_sides, finish, one_two_five, panels, plain_ticks, save_figure, signed
 from relaylm.studies.compose.compose import diversity, kind_of
 
 Result = Mapping[str, Any]
@@ -292,11 +292,11 @@ def _front_figure(result: Result) -> Any:
         if result.get("heldout") and math.isfinite(value(result["heldout"])):
             axes.axhline(value(result["heldout"]), color="black", linestyle=":", linewidth=1.2, zorder=0)
         axes.set_xscale("log")
-        _plain_ticks(axes.xaxis, _ticks(-5, 8), lambda value: f"{value:g}")
+        plain_ticks(axes.xaxis, one_two_five(-5, 8))
     span = [row["gen_ppl"] for row in rows if math.isfinite(row["gen_ppl"])]  # the others have no place in it
     if span and max(span) > 3 * min(span):
         left.set_yscale("log")
-        _plain_ticks(left.yaxis, _ticks(0, 6), lambda value: f"{value:g}")
+        plain_ticks(left.yaxis, one_two_five(0, 6))
     finish(left, "GFLOPs for a sample", f"generative perplexity, judge {result['judge']}", legend=False)
     finish(right, "GFLOPs for a sample", f"entropy of a sample's {'words' if words else 'tokens'}, nats", legend=False)
     extra = [Line2D([], [], color="none", marker="o", markeredgecolor="black", label="on the Pareto front")]
@@ -307,19 +307,6 @@ def _front_figure(result: Result) -> Any:
     figure.suptitle(f"{_name(result)}: rule x steps x schedule, {result['n']} samples each")
     _tidy(figure, marks)
     return figure
-
-
-def _ticks(first: int, last: int) -> list[float]:
-    """1, 2, 5, 10, ... between two powers of ten."""
-    return [k * 10.0**e for e in range(first, last) for k in (1, 2, 5)] + [10.0**last]
-
-
-def _plain_ticks(axis: Any, values: Sequence[float], text: Callable[[float], str]) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    axis.set_major_locator(FixedLocator(values))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
-    axis.set_minor_locator(NullLocator())
 
 
 def _gflops(result: Result, row: Mapping[str, Any]) -> float:
@@ -351,11 +338,11 @@ def _both_figure(result: Result) -> Any:
         marks.append(_Mark(right, drawn.lines[0], text, margin))
     left.axhline(1.0, color="0.4", linewidth=0.8, zorder=0)
     right.axhline(0.0, color="0.4", linewidth=0.8, zorder=0)
-    _plain_ticks(left.xaxis, _ticks(-4, 1), lambda value: f"{100 * value:g}%")
+    plain_ticks(left.xaxis, one_two_five(-4, 1), lambda value: f"{100 * value:g}%")
     bottom, top = left.get_ylim()
     left.set_ylim(min(bottom, 0.9), max(top, 1.1))  # what differs by less than a per cent should look like it
-    for axis, small in ((right.xaxis, _ticks(-1, 1)), (right.yaxis, _ticks(-2, 1))):
-        _plain_ticks(axis, [*(-value for value in small), 0.0, *small], lambda value: f"{value:+g}" if value else "0")
+    for axis, first in ((right.xaxis, -1), (right.yaxis, -2)):
+        plain_ticks(axis, both_sides(first, 1), signed)
     what = "FLOPs left by the schedule x FLOPs left by the dial"
     finish(left, what, "FLOPs left by both, over that product", legend=False)
     what = "loss by the schedule + loss by the dial (log-perplexity)"

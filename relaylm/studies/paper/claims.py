@@ -33,6 +33,7 @@ MODEST = 0.05  # more perplexity than all-heavy; the paper's 3.4% and no more th
 SAME_ENTROPY = 0.01  # of all-heavy's entropy; the paper's range of 0.03 nats is 0.6% of 5.29
 MIDDLE = (0.25, 0.75)  # of the time axis
 CLOCK = 0.03  # what a share of time saved may be off by
+LESS = 0.05  # of the sandwich's FLOPs: a rival that costs less by more is said to
 
 
 @dataclass(frozen=True)
@@ -273,12 +274,12 @@ def modest(data: Data) -> Iterator[Finding]:
 
 
 def no_rival_wins(data: Data) -> Iterator[Finding]:
-    """every equal-compute rival loses to the sandwich"""
+    """every rival that costs no more than the sandwich loses to it"""
     for where, result in _comparisons(data).items():
         for item in (item for item in result["rivals"] if item["schedule"] == "sandwich"):
             says = {"wins": False, "loses": True, "level": None}[item["outcome"]]
             loss = signed((item["difference"], *item["ci"]))
-            text = f"{item['rival']} ({item['what']}) {loss} against the sandwich"
+            text = f"{item['rival']} ({item['what']}) {loss} against the sandwich{_for_less(item['flops_ratio'])}"
             if says is None and sign(*item["ci"]) is not None:
                 text += f"; among {len(result['rivals'])} contests p = {item['p_holm']:.2f} (Holm)"
             yield Finding(where, says, text)
@@ -298,7 +299,13 @@ def rivals_by_budget(fresh: Mapping[str, Any]) -> dict[float, dict[str, Mapping[
     return found
 
 
-Contest = tuple[str, str, float, float, int]  # where, what, its mean against the sandwich, standard error, rows
+def _for_less(ratio: float | None) -> str:
+    """In words, that a rival costs far less than the sandwich: then it may lose for that."""
+    return "" if ratio is None or ratio > 1 - LESS else f" at {ratio:.0%} of its FLOPs"
+
+
+# Where, what, share of the sandwich's FLOPs, mean against it, standard error, rows.
+Contest = tuple[str, str, float, float, float, int]
 
 
 def _rivals_on_fresh_rows(fresh: Mapping[str, Any]) -> Iterator[Contest]:
@@ -307,25 +314,31 @@ def _rivals_on_fresh_rows(fresh: Mapping[str, Any]) -> Iterator[Contest]:
         if (sandwich := rivals.pop("sandwich", None)) is not None:
             for row in rivals.values():
                 found = difference(fresh["contrasts"], row["schedule"], sandwich["schedule"])
-                yield f"tuner, {sandwich['budget']:.0%} saved", row["what"], *found
+                yield f"tuner, {sandwich['budget']:.0%} saved", row["what"], _ratio(row, sandwich), *found
 
 
 def _rivals_of_record(budgets: Sequence[Mapping[str, Any]]) -> Iterator[Contest]:
     """The same of a record of `studies.record.search`."""
     for budget in budgets:
+        sandwich = next((row for row in budget["rows"] if row["what"] == "sandwich"), None)
         for row in budget["rows"]:
-            if row["kind"] == "rival" and row["what"] != "sandwich":
+            if sandwich is not None and row["kind"] == "rival" and row is not sandwich:
                 item, where = row["against_sandwich"], f"BPE, tuner, {budget['saved']:.0%} saved"
-                yield where, row["what"], item["difference"], item["error"], item["rows"]
+                yield where, row["what"], _ratio(row, sandwich), item["difference"], item["error"], item["rows"]
+
+
+def _ratio(row: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """The FLOPs of one schedule over those of another, by what each saves."""
+    return float((1 - row["saved"]) / (1 - other["saved"]))
 
 
 def _contests(contests: Sequence[Contest]) -> Iterator[Finding]:
     """An outcome must stand the adjustment for the number of all these contests (Holm)."""
-    adjusted = metrics.holm([_chance(value, error, rows) for _, _, value, error, rows in contests])
-    for (where, what, value, error, rows), p in zip(contests, adjusted, strict=True):
+    adjusted = metrics.holm([_chance(value, error, rows) for *_, value, error, rows in contests])
+    for (where, what, ratio, value, error, rows), p in zip(contests, adjusted, strict=True):
         half, level = float(stats.t.ppf(0.975, max(1, rows - 1))) * error, p >= 1 - metrics.LEVEL
         item = value, value - half, value + half
-        text = f"{what} {signed(item)} against the sandwich on {rows} fresh rows"
+        text = f"{what} {signed(item)} against the sandwich{_for_less(ratio)} on {rows} fresh rows"
         if level and sign(*item[1:]) is not None:
             text += f"; among {len(contests)} contests p = {p:.2f} (Holm)"
         yield Finding(where, None if level else value > 0, text)

@@ -148,9 +148,10 @@ def precision_levels(by_steps: Mapping[str, Any], path: Path) -> Path:
 def stretches(result: Result, path: Path) -> Path:
     """What a light model, or fewer steps, cost in each stretch of time."""
     figure, (axes,) = panels(6.4, 3.0)
+    apart = 0.1 if len({row["kind"] for row in result["rows"]}) > 1 else 0.0  # so that intervals do not cover others
     for kind, colour, mark, label, shift in (
-        ("light", BROWN, "o", "light model there", -0.1),
-        ("stride", BLUE, "s", f"{result.get('sparse')} times larger steps there", 0.1),
+        ("light", BROWN, "o", "light model there", -apart),
+        ("stride", BLUE, "s", f"{result.get('sparse')} times larger steps there", apart),
     ):
         if rows := [row for row in result["rows"] if row["kind"] == kind]:
             x, y = [row["stretch"] + shift for row in rows], np.array([row["loss"] for row in rows], dtype=float)

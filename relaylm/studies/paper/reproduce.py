@@ -201,10 +201,17 @@ def _samples(setup: Setup) -> dict[str, int]:
 def _key(experiment: Experiment, setup: Setup) -> str:
     """A hash of all that fixes what an experiment finds, but for the clock."""
     families = [family.digest if family is not None else None for family in (setup.family, *experiment.others(setup))]
-    text = None if setup.text is None else content_key("text", setup.text[:: max(1, len(setup.text) // 4096)].tolist())
+    texts = [_text_key(setup.text)]
+    if setup.second_text is not None and any(family is setup.second for family in experiment.others(setup)):
+        texts.append(_text_key(setup.second_text))
+    text = texts[0] if len(texts) == 1 else texts
     name = experiment.name if experiment.edition == 1 else f"{experiment.name} {experiment.edition}"
     scale, device = setup.scale.settings(), setup.family.device.type
     return content_key(name, scale, families, text, str(setup.judge), setup.seed, device)
+
+
+def _text_key(tokens_N: np.ndarray | None) -> str | None:
+    return None if tokens_N is None else content_key("text", tokens_N[:: max(1, len(tokens_N) // 4096)].tolist())
 
 
 def load(file: Path) -> Data | None:
