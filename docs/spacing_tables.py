@@ -94,10 +94,10 @@ def predicted(records: Path) -> str:
 
 
 def parallel(records: Path) -> str:
-    """Rounds and work of windows of calls."""
-    runs = [{"work": 1, **run} for run in load(records, "spacing/parallel-4b")["runs"]]
+    """Rounds, work and time of windows of calls."""
+    runs = [{"seconds": run["milliseconds"] / 1000, **run} for run in load(records, "spacing/parallel")["runs"]]
     columns = {"W": "{window}", "rounds": "{rounds}", "calls": "{calls}"}
-    return listed(runs, columns | {"calls against the sequential run": "{work:.2f}"})
+    return listed(runs, columns | {"calls against the sequential run": "{work:.2f}", "seconds": "{seconds:.1f}"})
 
 
 def _records(records: Path) -> list[Path]:

@@ -111,6 +111,23 @@ def captured(records: Path) -> str:
     return markdown_table(["rule", *(f"`{name}`" for name in rules)], [["rows a second, captured over eager", *ratios]])
 
 
+def looks(records: Path) -> str:
+    """What looks at entropies cost on two CPU cores, and what fewer of them lose in likelihood."""
+    found = load(records, "bench/cpu-rules")["rules"]
+    runs = [{"name": name, "seconds": 1 / run["rows_per_second"], **run} for name, run in found.items()]
+    columns = {"12 blocks, 256 positions, vocabulary 50,258": "`{name}`", "calls a row": "{calls_per_row:.0f}"}
+    columns |= {"GFLOP a row": "{gflop_per_row:.0f}", "seconds a row": "{seconds:.2f}"}
+    plans = {plan["plan"]: plan for plan in load(records, "spacing/wiki-char-looks")["plans"]}
+    lost = [
+        {"plan": name, "calls": plans[name]["calls"], "loss": plans[name]["loss"], "low": low, "high": high}
+        for name in ("spaced:11", "surest:11", "surest:11:2", "surest:11:4")
+        for low, high in [plans[name]["loss_ci"]]
+    ]
+    lose = {"`wiki-char`, 12 blocks": "`{plan}`", "calls a row": "{calls:.1f}"}
+    lose |= {"loss in likelihood": "{loss:+.1f} ({low:.1f} to {high:.1f})"}
+    return f"{listed(runs, columns)}\n\n{listed(lost, lose)}"
+
+
 BENCH = {
     "width, length, T": "{settings[width]}, {settings[length]}, {settings[steps]}",
     "times faster than MDLM's sampler: 12 blocks, 4 blocks": "{speedup:.1f}, {speedup_light:.1f}",
