@@ -152,6 +152,8 @@ def test_only_json_goes_to_standard_output(
         ("prepare my.txt corpus --length 64", "--packing wrap or pad"),
         ("sample --family wiki-char --rule threshold:2", "above 0 and at most 1: threshold:2"),
         ("sample --family wiki-char --rule surest:1e7", "above 0 and at most 1000000: surest:1e+07"),
+        ("bench --family wiki-char --width 64", "--width is of random weights"),
+        ("bench --family wiki-char --depths 3,2", "--depths is of random weights"),
     ],
 )
 def test_numbers_out_of_place(
