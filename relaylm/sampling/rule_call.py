@@ -28,8 +28,7 @@ from relaylm.sampling.engine import at_rows
 from relaylm.sampling.law import Drawer, log_probability, widest_float
 from relaylm.sampling.rules import Rule, most_sure, rank, remask, spaced_sets
 
-CELLS = 1 << 26  # logits made at once, at most, on a device
-CELLS_CPU, PLACES_CPU = 1 << 21, 64  # on a CPU, whose caches hold them, but not too few places for the head's weights
+CELLS, CELLS_CPU = 1 << 26, 1 << 21  # logits made at once, at most, on a device and (so that caches hold them) a CPU
 ROUNDS = 64  # of rules with sets: more rounds than that for a set, and calls are not captured
 
 
@@ -295,8 +294,8 @@ class _Asked:
         what is computed for a place does not depend on which of them it is in; the last begins within the one before
         it."""
         n = len(self.features_NX)
-        cells, least = (CELLS, 1) if self.features_NX.is_cuda else (CELLS_CPU, PLACES_CPU)
-        size = min(n, max(least, cells // self.vocab_size))
+        cells = CELLS if self.features_NX.is_cuda else CELLS_CPU
+        size = min(n, max(1, cells // self.vocab_size))
         for start in range(0, n, size):
             part = slice(min(start, n - size), min(start, n - size) + size)
             features = self.features_NX[part]
