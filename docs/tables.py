@@ -112,7 +112,7 @@ def captured(records: Path) -> str:
 
 
 def looks(records: Path) -> str:
-    """What looks at entropies cost on two CPU cores, and what fewer of them lose in likelihood."""
+    """What rules that take entropies cost on two CPU cores, and what taking them less often loses in likelihood."""
     found = load(records, "bench/cpu-rules")["rules"]
     runs = [{"name": name, "seconds": 1 / run["rows_per_second"], **run} for name, run in found.items()]
     columns = {"12 blocks, 256 positions, vocabulary 50,258": "`{name}`", "calls a row": "{calls_per_row:.0f}"}

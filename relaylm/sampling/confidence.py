@@ -213,7 +213,7 @@ class RuleRun:
         if self.rule.counts is not None or self.rule.own_order:
             grain, asked_R = -(-self.widest // 8), self.asked_n[rows_R]  # eight shapes, by what the row itself has open
             places_R = np.minimum(-(-asked_R // grain) * grain, self.widest)
-            # One more where no look is needed; not below two places, of which queries are never single (`call_shapes`).
+            # And one for what a set holds, which needs no look: of two places at least, as in `call_shapes`.
             few = max(2, self.state.most) if self.rule.spaced else 0
             self.places_n[rows_R] = np.where(asked_R <= few, np.minimum(places_R, few), places_R)
         rows_R = self._unfinished(rows_R)
